@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -40,17 +39,6 @@ class ConvolutionWatch:
         """Watch no longer."""
         for handle in self._handles:
             handle.remove()
-
-    def __enter__(self) -> ConvolutionWatch:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _begin(self, module: nn.Module, given: Any) -> None:
         self._num_running += 1

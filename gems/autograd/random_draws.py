@@ -20,6 +20,14 @@ _ALWAYS = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 _MASK = 2**63 - 1
 
 
+def generators_of(device: torch.device | None) -> list[torch.Generator]:
+    """Return the generators of torch from which layers on a device may draw."""
+    if device is None or device.type != "cuda":
+        return [torch.default_generator]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]
+
+
 def draws_numbers(module: nn.Module) -> bool:
     """Return whether a module is known to draw random numbers in training, by its class or a rate above 0."""
     rates = (getattr(module, name, None) for name in _RATES)
@@ -98,10 +106,8 @@ class _Stream:
     def _enter(self, module: nn.Module, given: Any) -> None:
         if not module.training:
             return
-        generators = [torch.default_generator]
         device = next((value.device for value in given if isinstance(value, Tensor)), None)
-        if device is not None and device.type == "cuda":
-            generators.append(torch.cuda.default_generators[device.index or 0])
+        generators = generators_of(device)
         self._outer.append([(generator, generator.get_state()) for generator in generators])
         for generator in generators:
             generator.manual_seed(self._draws.seed_of(self._name))

@@ -116,17 +116,10 @@ class CopyIn:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
-    def begin(
-        self,
-        tensor: torch.Tensor,
-        dtype: torch.dtype | None = None,
-        memory_format: torch.memory_format = torch.preserve_format,
-    ) -> Arrival:
-        """Post the copy of a tensor, with another type or memory format if given."""
+    def begin(self, tensor: torch.Tensor) -> Arrival:
+        """Post the copy of a tensor."""
         with torch.cuda.stream(self._stream):
-            made = tensor.to(self._device, non_blocking=True).to(dtype or tensor.dtype)
-            if memory_format is not torch.preserve_format:
-                made = made.contiguous(memory_format=memory_format)
+            made = tensor.to(self._device, non_blocking=True)
         return Arrival(made, self._stream.record_event())
 
     def add_piece(

@@ -16,8 +16,8 @@ from gems.engine.action_loop import ActionLoop
 from gems.engine.evaluation.metrics import LossSums, Metric
 from gems.engine.loss import StepWeight, SummedLoss
 from gems.engine.optimization.update import Update
-from gems.engine.stage import Loss, SegmentKey, Stage, StageKey
-from gems.engine.stages.open_stages import Segments
+from gems.engine.stage import Loss, Stage
+from gems.engine.stages.open_stages import OpenStages
 from gems.engine.supervision.out_of_memory import note_memory
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.tensor_router import TensorRouter, copy_shared
@@ -48,25 +48,26 @@ class Batch:
 class Training:
     """What a training adds to the forwards of a schedule.
 
-    `step_weight` turns summed gradients into those of the mean loss. The schedule says whether
-    there are `segments`. `begin_draws` is called with step and micro-batch before each forward and
-    recomputation, since these may draw random numbers.
+    `step_weight` turns summed gradients into those of the mean loss. `begin_draws` is called with
+    step and micro-batch before each forward and recomputation, since these may draw random numbers.
     """
 
     loss: SummedLoss
     step_weight: StepWeight
     update: Update
-    segments: Segments | None
     begin_draws: Callable[[int, int], None]
 
 
 class Executor:
     """Runs the actions of `rank` in order, each with the handler of its kind.
 
-    Stages run whole, or in `segments` whose saved tensors are in a store. Transfers and copies are
+    Stages run whole, or in segments whose saved tensors are in a store. Transfers and copies are
     only posted; the action that needs the data waits for it.
 
     Attributes:
+        stages: The stages in one piece.
+        store: The activation store, if the schedule needs one.
+        activations: The bytes that stages keep between F and the end of backward.
         metrics: The metrics that get the outputs and labels of a schedule without backward.
     """
 
@@ -74,7 +75,7 @@ class Executor:
         self,
         schedule: Schedule,
         rank: int,
-        stages: Mapping[StageKey, Stage],
+        stages: OpenStages,
         channels: P2PChannels,
         recorder: Recorder,
         heartbeat: Heartbeat | None = None,
@@ -83,32 +84,25 @@ class Executor:
         """Prepare the handlers; a schedule with a backward needs `training`."""
         self.schedule = schedule
         self.rank = rank
-        self.stages = stages
+        self.stages = stages.whole
+        self.store = stages.store
         self._training = training
         self._weight = 1.0
         self._channels = channels
         self._recorder = recorder
         self.metrics: Sequence[Metric] = ()
         self._last_stage = schedule.num_stages - 1
-        self._segments: dict[SegmentKey, Stage] = {
-            (*key, None): stage for key, stage in stages.items()
-        }
-        segments = None if training is None else training.segments
-        # `activations` are what stages keep between F and the end of backward
-        if segments is None:
-            self._store = None
-            self.activations = recorder.open_counter("activations")
-        else:
-            self._store = segments.store
-            self.activations = segments.store.activations
-            self._segments.update(segments.by_key)
+        self._segments = stages.by_key
+        self.activations = (
+            recorder.open_counter("activations") if self.store is None else self.store.activations
+        )
         self._samples = recorder.open_counter("samples")
         self.router = TensorRouter(schedule, rank, channels, recorder)
         actions = schedule.rank_schedules[rank]
         for key in {
             (action.direction, action.stage) for action in actions if action.kind is Kind.I
         }:
-            stages[key].split_layers()
+            self.stages[key].split_layers()
         self._batch = Batch({}, {})
         self._step = 0
         self._sums = LossSums()
@@ -120,7 +114,7 @@ class Executor:
         handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._infer if self.schedule.forward_only else self._forward,
             Kind.B: self._backward,
-            Kind.I: self._input_gradient,
+            Kind.I: self._backward,
             Kind.W: self._weight_gradient,
             Kind.SEND_F: self._send,
             Kind.SEND_B: self._send,
@@ -130,13 +124,13 @@ class Executor:
             Kind.REDUCE_GRAD: self._reduce_or_step,
             Kind.STEP: self._reduce_or_step,
         }
-        if self._store is not None:
+        if self.store is not None:
             handlers[Kind.R] = self._recompute
             self._copies = {
-                Kind.OFFLOAD: self._store.offload,
-                Kind.FREE: self._store.free,
-                Kind.PREFETCH: self._store.prefetch,
-                Kind.AWAIT: self._store.await_copy,
+                Kind.OFFLOAD: self.store.offload,
+                Kind.FREE: self.store.free,
+                Kind.PREFETCH: self.store.prefetch,
+                Kind.AWAIT: self.store.await_copy,
             }
             handlers |= dict.fromkeys(self._copies, self._copy)
         return handlers
@@ -170,7 +164,7 @@ class Executor:
         loss = self._loss(action)
         inputs = [self._inputs(action)]
         if not action.segment and self.schedule.inputs_leave(*action[1:4]):
-            self.router.hand_over(inputs[0])
+            self._channels.hand_over(inputs[0])
         self._begin_draws(action)
         start = self._recorder.timestamp()
         # pop, so that within a stage this call holds the only reference to the inputs
@@ -195,33 +189,23 @@ class Executor:
         self._recorder.compute(action, start)
 
     def _backward(self, action: Action) -> None:
+        """Run a full backward, or one that leaves weight gradients for W."""
         segment = self._segment(action)
         received = self.router.take(action) or ()
         start = self._recorder.timestamp()
         micro_batch = _micro_batch(action)
-        gradients, inputs = segment.backward(micro_batch, self._output_gradients(action, received))
-        self.activations.count_bytes(-segment.kept_bytes(micro_batch))
-        self.router.put(action, copy_shared(gradients, received))
-        self.router.release(inputs, action._replace(kind=Kind.F))
-        self.router.release(received, action)
-        self._count_between_segments()
-        self._recorder.compute(action, start)
-
-    def _input_gradient(self, action: Action) -> None:
-        segment = self._segment(action)
-        received = self.router.take(action) or ()
-        start = self._recorder.timestamp()
-        micro_batch = _micro_batch(action)
-        gradients, inputs = segment.backward_input(
+        is_split = action.kind is Kind.I
+        gradients, inputs = (segment.backward_input if is_split else segment.backward)(
             micro_batch, self._output_gradients(action, received)
         )
-        self.activations.count_bytes(
-            segment.held_bytes(micro_batch) - segment.kept_bytes(micro_batch)
-        )
+        held_bytes = segment.held_bytes(micro_batch) if is_split else 0
+        self.activations.count_bytes(held_bytes - segment.kept_bytes(micro_batch))
         self.router.put(action, copy_shared(gradients, received))
-        self.router.borrow(inputs, action._replace(kind=Kind.F))
-        self.router.borrow(received, action)
-        self.router.release_borrowed(action, self._still_read(action))
+        let_go = self.router.borrow if is_split else self.router.release
+        let_go(inputs, action._replace(kind=Kind.F))
+        let_go(received, action)
+        if is_split:
+            self.router.release_borrowed(action, self._still_read(action))
         self._count_between_segments()
         self._recorder.compute(action, start)
 
@@ -259,17 +243,17 @@ class Executor:
         return set().union(*(segment.still_read(_micro_batch(action)) for segment in segments))
 
     def _count_between_segments(self) -> None:
-        if self._store is not None:
-            self.router.count_between_segments(self._store.is_counted)
+        if self.store is not None:
+            self.router.count_between_segments(self.store.is_counted)
 
     def _copy(self, action: Action) -> None:
         self._copies[action.kind](action)
         self._count_between_segments()
 
     def _poll_and_free(self) -> None:
-        assert self._store is not None
+        assert self.store is not None
         self._channels.poll()
-        self._store.free_copied()
+        self.store.free_copied()
 
     def _begin_draws(self, action: Action) -> None:
         if self._training is not None:
@@ -332,8 +316,8 @@ class Executor:
         """Release all tensors after a failed step."""
         for segment in self._segments.values():
             segment.reset()
-        if self._store is not None:
-            self._store.reset()
+        if self.store is not None:
+            self.store.reset()
         self.router.reset()
         self.activations.set_bytes(0)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +12,7 @@ from gems.engine.executor import Executor, Training
 from gems.engine.loss import StepWeight, SummedLoss
 from gems.engine.optimization.update import Update
 from gems.engine.rank_stages import Stages
-from gems.engine.stage import Stage, StageKey
-from gems.engine.stages.open_stages import Segments, needs_store, open_segments, wrap_stages
+from gems.engine.stages.open_stages import open_stages
 from gems.engine.step_loop import check_ranks
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.transport.connections import Connections
@@ -71,20 +69,20 @@ class Rank:
         connections = Connections.open(plan, comm, device, wait_state)
         stages = Stages.open(plan, comm, device, trains)
         channels = connections.open_channels(plan.schedule, stages.output_specs(), recorder)
-        running = stages.for_training(channels.poll, spec.train.compile and trains)
-        recorder.weights.count_bytes(sum(stage.state_bytes for stage in running.values()))
+        running = open_stages(
+            stages.modules, stages.options(trains, connections.num_sharers), channels.poll, recorder
+        )
+        recorder.weights.count_bytes(sum(stage.state_bytes for stage in running.whole.values()))
         update = Update.open(plan, stages, connections)
         if update.gradients.starts_early:
             channels.poll_also(update.gradients.poll)
-        segments = _open_segments(plan, stages, running, connections, recorder, channels.poll)
-        wrapped = wrap_stages(running, segments, spec.train.stage_wrappers)
         dtype = DTYPES[spec.train.dtype]
         like = stages.of_model.output(spec, dtype)
         loss = SummedLoss(spec.loss, spec.data, dtype, device, like)
         step_weight = StepWeight(loss, global_batch(spec), connections.labels)
-        training = Training(loss, step_weight, update, segments, stages.begin_draws)
-        train = Executor(plan.schedule, index, wrapped, channels, recorder, heartbeat, training)
-        forward, evaluated, specs = stages.for_evaluation(wrapped, channels.poll, trains)
+        training = Training(loss, step_weight, update, stages.begin_draws)
+        train = Executor(plan.schedule, index, running, channels, recorder, heartbeat, training)
+        forward, evaluated, specs = stages.for_evaluation(running, channels.poll, trains)
         channels = connections.open_channels(forward, specs, recorder)
         evaluate = Executor(forward, index, evaluated, channels, recorder, heartbeat)
         seed_generators(device, spec.seed, replica, index)
@@ -118,32 +116,3 @@ def _choose_convolutions(plan: MemoryPlan | None, device: torch.device) -> None:
     counters = (plan and plan.counters) or {}
     if device.type == "cuda" and "cudnn_benchmark" in counters:
         torch.backends.cudnn.benchmark = bool(counters["cudnn_benchmark"])
-
-
-def _open_segments(
-    plan: RankPlan,
-    stages: Stages,
-    running: Mapping[StageKey, Stage],
-    connections: Connections,
-    recorder: Recorder,
-    poll: Callable[[], None],
-) -> Segments | None:
-    """Open the activation store if the schedule needs one.
-
-    Raises:
-        ConfigError: The memory plan belongs to another schedule.
-    """
-    if not needs_store(plan.schedule):
-        return None
-    host_bytes = plan.spec.machine.host_bytes
-    return open_segments(
-        plan.schedule,
-        plan.position(connections.control.rank)[1],
-        running,
-        plan.memory_plan,
-        recorder,
-        stages.device,
-        poll,
-        plan.spec.memory.min_offload_bytes,
-        None if host_bytes is None else host_bytes // connections.num_sharers,
-    )

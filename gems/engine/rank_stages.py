@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -15,9 +13,9 @@ from gems.autograd.random_draws import RandomDraws
 from gems.engine.optimization.parameter_groups import NumberedLayer, check_frozen
 from gems.engine.stage import Stage, StageKey
 from gems.engine.stage_modules import StageModules
-from gems.engine.stages.compiled import CompiledStage
+from gems.engine.stages.open_stages import OpenStages, StageOptions
+from gems.engine.stages.streamed import EvaluationInStrips, StripLayers
 from gems.engine.stages.strip_forms import StripForms, draws_in, find_evaluation_forms, find_forms
-from gems.engine.stages.whole import WholeStage
 from gems.engine.transport.mpi import Comm, allgather
 from gems.models.build import TensorSpec, freeze
 from gems.models.mixed import Precision
@@ -26,6 +24,7 @@ from gems.schedule.families.given_placement import forward_only
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
+from gems.streaming.strip_stage import StripStage
 
 Specs = Sequence[tuple[TensorSpec, ...]]
 
@@ -83,6 +82,8 @@ class Stages:
         if plan.schedule.num_strips > 1:
             forms = find_forms(spec, of_model, modules, precision, trains)
         draws = RandomDraws(spec.seed, spec.model.target is not None)
+        for layer in layers:
+            draws.watch(layer.name, layer.module)
         return cls(plan, comm.rank, device, of_model, modules, layers, draws, precision, forms)
 
     def named_layers(self, key: StageKey) -> list[tuple[str, nn.Module]]:
@@ -100,32 +101,32 @@ class Stages:
             return self.forms.specs
         return self.of_model.output_specs(self.plan.spec, self.precision)
 
-    def for_training(self, poll: Callable[[], None], is_compiled: bool) -> dict[StageKey, Stage]:
-        """Return the stages as the schedule runs them; `poll` lets messages move meanwhile."""
-        named = {key: self.named_layers(key) for key in self.modules}
-        stages: dict[StageKey, Stage] = {}
-        if self.forms is not None:
-            seeds = {key: draws_in(layers, self.draws) for key, layers in named.items()}
-            stages.update(self.forms.open(self.modules, poll, self.device, seeds))
-        else:
-            open_stage: Callable[..., Stage] = WholeStage
-            if is_compiled:
-                open_stage = partial(
-                    CompiledStage, device=self.device, is_drawing=self.draws.is_drawing
-                )
-            for key, modules in self.modules.items():
-                stages[key] = open_stage(modules, key[1] == 0, poll)
-        for name, layer in itertools.chain.from_iterable(named.values()):
-            self.draws.watch(name, layer)
-        return stages
+    def options(self, trains: bool, num_sharers: int) -> StageOptions:
+        """Return how the schedule runs the stages; `num_sharers` ranks share the host's memory."""
+        plan = self.plan
+        spec = plan.spec
+        host_bytes = spec.machine.host_bytes
+        forms: Mapping[StageKey, StripStage] = {} if self.forms is None else self.forms.forms
+        return StageOptions(
+            plan.schedule,
+            plan.position(self.rank)[1],
+            self.device,
+            plan.memory_plan,
+            spec.memory.min_offload_bytes,
+            None if host_bytes is None else host_bytes // num_sharers,
+            forms,
+            {key: draws_in(self.named_layers(key), self.draws) for key in forms},
+            self.draws.is_drawing if spec.train.compile and trains else None,
+            spec.train.stage_wrappers,
+        )
 
     def for_evaluation(
-        self, whole: Mapping[StageKey, Stage], poll: Callable[[], None], trains: bool
-    ) -> tuple[Schedule, Mapping[StageKey, Stage], Specs]:
+        self, training: OpenStages, poll: Callable[[], None], trains: bool
+    ) -> tuple[Schedule, OpenStages, Specs]:
         """Return the schedule of evaluation, the stages that it runs, and their outputs.
 
-        They are the `whole` stages unless all layers run in strips in evaluation too. Micro-batches
-        go forward in direction 0, as many at once as the stages need to be busy.
+        They are the whole stages of `training` unless all layers run in strips in evaluation too.
+        Micro-batches go forward in direction 0, as many at once as the stages need to be busy.
         """
         spec = self.plan.spec
         schedule = self.plan.schedule
@@ -139,9 +140,16 @@ class Stages:
         num_at_once = min(schedule.num_whole, math.ceil(2 * placement.num_stages / num_strips))
         forward = validate(lower(forward_only(placement, num_at_once, num_strips)))
         if forms is None:
-            return forward, whole, self.of_model.output_specs(spec, self.precision, training=False)
+            specs = self.of_model.output_specs(spec, self.precision, training=False)
+            return forward, OpenStages.unstored(training.whole), specs
         last = placement.num_stages - 1
-        return (forward, forms.open_evaluation(self.modules, poll, self.device, last), forms.specs)
+        stages: dict[StageKey, Stage] = {
+            key: EvaluationInStrips(
+                StripLayers(self.modules[key], form, key[1] == 0, poll, self.device), key[1] == last
+            )
+            for key, form in forms.forms.items()
+        }
+        return forward, OpenStages.unstored(stages), forms.specs
 
     def begin_draws(self, step: int, micro_batch: int) -> None:
         """Let layers draw the random numbers of a micro-batch of this replica."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -102,7 +102,9 @@ class TensorRouter:
             self._share(action, tensors, len(parcels))
             parcels = parcels[:1]
         if parcels:
-            self.between_stages.count_bytes(total_bytes(itertools.chain(*parcels)))
+            # shared memory counts once per tensor
+            size = sum(tensor.nbytes for tensor in itertools.chain(*parcels))
+            self.between_stages.count_bytes(size)
 
     def release(self, tensors: Sequence[Tensor], action: Action) -> None:
         """Release inputs of an action that it does not read any more.
@@ -116,10 +118,6 @@ class TensorRouter:
         """Count the rows of a strip, which the first stage takes, until they are released."""
         self._places[action] = [(action, _ROWS)]
         self.input_rows.count_bytes(rows.nbytes)
-
-    def hand_over(self, tensors: Sequence[Tensor]) -> None:
-        """Stop counting received tensors, whose memory belongs to another owner from now on."""
-        self._channels.hand_over(tensors)
 
     def borrow(self, tensors: Sequence[Tensor], action: Action) -> None:
         """Keep inputs of an action that the weight gradients of its stage may still read."""
@@ -223,11 +221,6 @@ def micro_batch_key(action: Action) -> MicroBatchKey:
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def total_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the total bytes of tensors; shared memory counts once per tensor."""
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def copy_shared(made: Tensors, received: Sequence[Tensor]) -> Tensors:

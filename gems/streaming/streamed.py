@@ -18,7 +18,7 @@ from gems.autograd.storages import check_unchanged
 from gems.streaming.compare import TOLERANCES, ConstantDraws, largest_difference, play
 from gems.streaming.errors import StreamingError
 from gems.streaming.ghost_norm import set_row_ends
-from gems.streaming.strip_run import Draws
+from gems.streaming.strip_run import Draws, RunMode
 from gems.streaming.strip_sample import StripSample
 from gems.streaming.strip_stage import Boundary, StripStage
 
@@ -136,7 +136,7 @@ def infer_streamed(
     with torch.no_grad():
         for strip in range(form.strips):
             rows = _rows(takes, inputs, strip, form.strips)
-            outputs, carries = form.forward(strip, rows, carries, draws)
+            outputs, carries = form.forward(strip, rows, carries, RunMode(draws))
             strips.append(outputs)
     return form.joined(strips)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gems.autograd.random_draws import generators_of
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.streaming.buffers import Layout, Write, write_rows
 from gems.streaming.operations.kernels import Call, Rows
@@ -32,6 +33,22 @@ from gems.streaming.trace import Ref, Step, Weight
 # maps the checksum of a module's name to the seed of its random numbers
 Draws = Callable[[int], int]
 _MASK = 2**63 - 1
+
+
+class RunMode(NamedTuple):
+    """How a strip is run.
+
+    Attributes:
+        draws: Gives seeds for random numbers; the same in all strips of an image.
+        deferred: Takes the weight gradients of backward if they can wait.
+        is_again: It has run before, so that running statistics include its rows already.
+        buffers: The values before it ran first of the buffers that it changes.
+    """
+
+    draws: Draws | None = None
+    deferred: DeferredGradients | None = None
+    is_again: bool = False
+    buffers: Mapping[Weight, Tensor] | None = None
 
 
 class CarriedTensor(NamedTuple):
@@ -185,17 +202,12 @@ class StripRun:
         strip: int,
         inputs: Sequence[Tensor | None],
         carries: Sequence[Tensor],
-        draws: Draws | None,
-        deferred: DeferredGradients | None,
-        is_again: bool = False,
-        buffers: Mapping[Weight, Tensor] | None = None,
+        mode: RunMode,
     ) -> None:
         self._network = network
         self._strip = strip
-        self._buffers = {weight: tensor.clone() for weight, tensor in (buffers or {}).items()}
-        self._draws = draws
-        self._deferred = deferred
-        self._is_again = is_again
+        self._mode = mode
+        self._buffers = {weight: tensor.clone() for weight, tensor in (mode.buffers or {}).items()}
         self._is_last = strip == len(network.plan.strips) - 1
         self._values: dict[int, Any] = {}  # without rows, or parts
         self._carried: dict[int, list[Tensor]] = {}
@@ -278,7 +290,7 @@ class StripRun:
     def _step(self, number: int, operation: Operation) -> None:
         if not operation.reads:
             if self._strip == 0 if operation.info.kind == STATIC else self._is_last:
-                buffer = changed_buffer(operation.step) if self._is_again else None
+                buffer = changed_buffer(operation.step) if self._mode.is_again else None
                 if buffer is None or buffer in self._buffers:
                     self._values[number] = operation.run(self._call(operation, number, None))
                 else:
@@ -386,9 +398,9 @@ class StripRun:
             rows,
             operation.state,
             seeded,
-            self._deferred,
+            self._mode.deferred,
             carried,
-            self._is_again,
+            self._mode.is_again,
         )
 
     def _settle(self, value: Any, operation: Operation, at: ValueStrip | None) -> Any:
@@ -471,14 +483,13 @@ class StripRun:
     @contextmanager
     def _seeded(self, step: Step, row: int | None) -> Iterator[None]:
         """Draw from the random stream of a step's module, or of one of its rows."""
-        if self._draws is None:
+        draws = self._mode.draws
+        if draws is None:
             yield
             return
-        generators = [torch.default_generator]
-        if self._device.type == "cuda":
-            generators.append(torch.cuda.default_generators[self._device.index or 0])
+        generators = generators_of(self._device)
         outer = [generator.get_state() for generator in generators]
-        seed = self._draws(zlib.crc32(step.name.encode()))
+        seed = draws(zlib.crc32(step.name.encode()))
         call = (step.name, step.call)
         if row is None and call in self._random:
             for generator, state in zip(generators, self._random[call], strict=True):

@@ -5,49 +5,18 @@ The graph of autograd is cut at what strips keep.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from gems.autograd.cuts import Cut, begin
 from gems.autograd.split_backward.deferred import DeferredGradients
-from gems.streaming.strip_run import Draws
+from gems.streaming.strip_run import Draws, RunMode
 from gems.streaming.strip_stage import StripStage
 from gems.streaming.trace import Weight
-
-
-@dataclass(slots=True)
-class Cut:
-    """A place where the graph begins.
-
-    The gradient that arrives there, and no tensor, which would be held.
-    """
-
-    gradient: Tensor | None = None
-
-
-class _Begin(Function):
-    @staticmethod
-    def forward(ctx: Any, cut: Cut, anchor: Tensor, tensor: Tensor) -> Tensor:
-        ctx.cut = cut
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.cut.gradient = gradient
-        return None, None, None
-
-
-_apply: Callable[..., Tensor] = _Begin.apply
-
-
-def begin(cut: Cut, tensor: Tensor) -> Tensor:
-    """Return a tensor at which a graph begins, whose gradient goes to `cut`."""
-    return _apply(cut, torch.empty(0, requires_grad=True), tensor)
 
 
 class _Graph(NamedTuple):
@@ -175,10 +144,7 @@ class StripSample:
             strip,
             _begun(here, inputs),
             _begun(before, carried),
-            self._draws,
-            deferred,
-            is_again,
-            self._buffers if is_again else None,
+            RunMode(self._draws, deferred, is_again, self._buffers if is_again else None),
         )
         return outputs, kept, _Graph([*map(_edge, outputs)], [*map(_edge, kept)], here, before)
 

@@ -5,7 +5,7 @@ Its layers take an image strip by strip, and as arguments what they kept of earl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from gems.autograd.outputs import map_tensors
-from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.streaming.operations.kernels import drop_rows
 from gems.streaming.operations.lower import draws_numbers, lower
 from gems.streaming.operations.operation import (
@@ -32,8 +31,10 @@ from gems.streaming.operations.operation import (
 )
 from gems.streaming.row_plan import RowValue, plan_rows
 from gems.streaming.row_rules import even_ends
-from gems.streaming.strip_run import Draws, StripNetwork, StripRun
+from gems.streaming.strip_run import RunMode, StripNetwork, StripRun
 from gems.streaming.trace import LayerTrace, Weight, trace
+
+DEFAULT_MODE = RunMode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,8 @@ class StripStage:
     cut the graph of autograd there. Weights are those that the modules have at the time.
 
     Attributes:
-        outputs: The outputs of the stage, which the next one takes as `inputs`.
+        inputs: The inputs of the stage.
+        outputs: Its outputs, which are the inputs of the next one.
         draws: Whether it draws random numbers, for which `forward` needs seeds.
         draws_by_row: The name of the first module that draws them row by row, unlike a layer that
             gets the whole image.
@@ -119,6 +121,7 @@ class StripStage:
         )
         operations = tuple(lower(known, step) for step in traced.steps)
         refuse_changed(known, operations)
+        self.inputs = tuple(inputs)
         self.strips = strips
         self._structure = traced.structure
         rows: dict[int, int] = {}
@@ -201,10 +204,7 @@ class StripStage:
         strip: int,
         inputs: Sequence[Tensor | None],
         carries: Sequence[Tensor] = (),
-        draws: Draws | None = None,
-        deferred: DeferredGradients | None = None,
-        is_again: bool = False,
-        buffers: Mapping[Weight, Tensor] | None = None,
+        mode: RunMode = DEFAULT_MODE,
     ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
         """Run a strip.
 
@@ -212,11 +212,7 @@ class StripStage:
             strip: Its number; strips run first to last.
             inputs: Its rows of each input, and None for one that is not there yet.
             carries: What the strip before returned.
-            draws: Gives seeds for random numbers; the same in all strips of an image.
-            deferred: Takes the weight gradients of backward if they can wait.
-            is_again: Whether it has run before, so that running statistics include its rows
-                already.
-            buffers: What `changed_buffers` returned before it ran first.
+            mode: How it is run; its buffers are what `changed_buffers` returned before.
 
         Returns:
             The outputs: rows (perhaps none), or a whole tensor in the last strip and None before.
@@ -225,9 +221,9 @@ class StripStage:
         Raises:
             ValueError: Random numbers are drawn, and there are no seeds.
         """
-        if self.draws and draws is None:
+        if self.draws and mode.draws is None:
             raise ValueError("these layers draw random numbers: give the seeds of the image")
-        run = StripRun(self._network, strip, inputs, carries, draws, deferred, is_again, buffers)
+        run = StripRun(self._network, strip, inputs, carries, mode)
         return run.outputs(), run.carries()
 
     @contextmanager

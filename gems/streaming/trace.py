@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -110,7 +110,8 @@ class _Layer:
 
     `names` gives for each node the module that called it, its class and call. In mixed precision
     `mode` makes tensors without memory, on which `autocasts` act; the last one is the innermost.
-    The last of `grad_modes` says whether gradients are computed.
+    The last of `grad_modes` says whether gradients are computed. Nodes that have become steps are
+    in `found`, with what stands for their value.
     """
 
     weights: list[Weight]
@@ -120,6 +121,9 @@ class _Layer:
     mode: FakeTensorMode | None
     autocasts: list[torch.autocast]
     grad_modes: list[bool]
+    found: dict[fx.Node, Any] = field(default_factory=dict)
+    has_grad: dict[fx.Node, bool] = field(default_factory=dict)
+    cast_weights: dict[tuple[Weight, torch.dtype], Ref] = field(default_factory=dict)
 
 
 def trace(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Tensor]) -> LayerTrace:
@@ -132,23 +136,22 @@ def trace(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Tensor]) -> 
         StreamingError: A layer has operations that depend on values.
     """
     device = _device([module for _, module in layers])
-    steps: list[Step] = []
-    values: list[Any] = list(inputs)
+    tracer = _Tracer(inputs)
     numbers = list(range(len(inputs)))
     structure: Any = None
     for name, module in layers:
-        given = [values[number] for number in numbers]
+        given = [tracer.values[number] for number in numbers]
         try:
             layer = _graph_of(name, module, given, device)
             structure = layer.structure
-            numbers = _append(steps, values, numbers, layer)
+            numbers = tracer.append(numbers, layer)
         except StreamingError:
             raise
         except Exception as error:
             cause = " ".join(str(error).split())[:200]
             text = f"layer {name} cannot be traced into operations ({cause})"
             raise StreamingError(text, "") from error
-    return LayerTrace(tuple(inputs), tuple(steps), tuple(numbers), structure)
+    return LayerTrace(tuple(inputs), tuple(tracer.steps), tuple(numbers), structure)
 
 
 def _graph_of(
@@ -276,81 +279,85 @@ def _calls(
     mark()
 
 
-def _append(
-    steps: list[Step], values: list[Any], inputs: Sequence[int], layer: _Layer
-) -> list[int]:
-    """Append the steps of a layer's graph, and return the numbers of the values that it returns."""
-    found: dict[fx.Node, Any] = {}
-    cast_weights: dict[tuple[Weight, torch.dtype], Ref] = {}
-    has_grad: dict[fx.Node, bool] = {}
-    weights = iter(layer.weights)
-    given = iter([Ref(number) for number in inputs])
+class _Tracer:
+    """The steps so far of neighbouring layers, and the values of inputs and steps."""
 
-    def add(node: fx.Node, target: Any, args: Any, kwargs: Any, value: Any) -> Ref:
-        name, kind, call = layer.names[node.name]
-        steps.append(Step(name, kind, call, target, args, kwargs, value, layer.grad_modes[-1]))
-        values.append(value)
-        return Ref(len(values) - 1)
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        self.steps: list[Step] = []
+        self.values: list[Any] = list(inputs)
 
-    def cast(node: fx.Node, read: fx.Node, dtype: torch.dtype) -> Ref:
+    def append(self, inputs: Sequence[int], layer: _Layer) -> list[int]:
+        """Append the steps of a layer's graph; return the numbers of the values that it returns."""
+        weights = iter(layer.weights)
+        given = iter([Ref(number) for number in inputs])
+        found = layer.found
+        for node in layer.graph.graph.nodes:
+            if node.op == "placeholder":
+                found[node] = next(weights, None) or next(given)
+            elif node.op == "get_attr":
+                found[node] = Weight(layer.graph, str(node.target))
+            elif node.op == "output":
+                outputs = fx.node.map_arg(node.args[0], found.__getitem__)
+            elif node.target in (enter_autocast, exit_autocast):
+                _change_autocast(layer, node)
+            elif node.target is SET_GRAD_MODE:
+                layer.grad_modes.append(bool(node.args[0]))
+            # other nodes, such as the choice of a type, are plain values by now
+            elif node.users or isinstance(node.meta.get("val"), Tensor):
+                self._append_operation(layer, node)
+        for position, each in enumerate(outputs):
+            if isinstance(each, Weight):
+                name = layer.names[node.name][0]
+                raise StreamingError(
+                    f"layer {name} gives a parameter as output {position}", "give a copy of it"
+                )
+        return [each.number for each in outputs]
+
+    def _append_operation(self, layer: _Layer, node: fx.Node) -> None:
+        _refuse_changes(node, layer)
+        dtypes, options = _casts_of(layer, node)
+        reads: dict[fx.Node, Any] = {
+            read: self._cast(layer, node, read, dtypes[read])
+            if read in dtypes
+            else layer.found[read]
+            for read in node.all_input_nodes
+        }
+        given: Any = node.args, {**node.kwargs, **options}
+        args, kwargs = fx.node.map_arg(given, reads.__getitem__)
+        value = map_tensors(_of_meta, node.meta["val"])
+        target: Any = node.target
+        if not args or not isinstance(args[0], Weight):
+            target = _without_change_in_place(target)
+        if target is not node.target and len({_value(layer, read).dtype for read in reads}) > 1:
+            metas = {read: _of_meta(_value(layer, read)) for read in reads}
+            wide = target(*fx.node.map_arg(node.args, metas.__getitem__), **kwargs)
+            # an operation that changes its input in place returns the input's type
+            if wide.dtype is not value.dtype:
+                args = (self._add(layer, node, target, args, kwargs, wide), value.dtype)
+                kwargs = {}
+                target = torch.ops.aten.to.dtype
+        made = self._add(layer, node, target, args, kwargs, value)
+        layer.found[node] = next(iter(changed_weights(args, kwargs, target)), made)
+        layer.has_grad[node] = layer.grad_modes[-1]
+
+    def _cast(self, layer: _Layer, node: fx.Node, read: fx.Node, dtype: torch.dtype) -> Ref:
         """Cast what a node reads; a weight once, as autocast does."""
-        source = found[read]
-        key = source, dtype
-        if not isinstance(source, Weight) or key not in cast_weights:
-            value = _of_meta(_value(layer, read)).to(dtype)
-            made = add(node, torch.ops.aten.to.dtype, (source, dtype), {}, value)
-            if not isinstance(source, Weight):
-                return made
-            cast_weights[key] = made
-        return cast_weights[key]
+        source = layer.found[read]
+        if isinstance(source, Weight) and (source, dtype) in layer.cast_weights:
+            return layer.cast_weights[source, dtype]
+        value = _of_meta(_value(layer, read)).to(dtype)
+        made = self._add(layer, node, torch.ops.aten.to.dtype, (source, dtype), {}, value)
+        if isinstance(source, Weight):
+            layer.cast_weights[source, dtype] = made
+        return made
 
-    for node in layer.graph.graph.nodes:
-        if node.op == "placeholder":
-            found[node] = next(weights, None) or next(given)
-        elif node.op == "get_attr":
-            found[node] = Weight(layer.graph, str(node.target))
-        elif node.op == "output":
-            outputs = fx.node.map_arg(node.args[0], found.__getitem__)
-        elif node.target in (enter_autocast, exit_autocast):
-            _change_autocast(layer, node)
-        elif node.target is SET_GRAD_MODE:
-            layer.grad_modes.append(bool(node.args[0]))
-        # other nodes, such as the choice of a type, are plain values by now
-        elif node.users or isinstance(node.meta.get("val"), Tensor):
-            _refuse_changes(node, layer, found, has_grad)
-            dtypes, options = _casts_of(layer, node)
-            reads: dict[fx.Node, Any] = {
-                read: cast(node, read, dtypes[read]) if read in dtypes else found[read]
-                for read in node.all_input_nodes
-            }
-            args, kwargs = fx.node.map_arg(
-                (node.args, {**node.kwargs, **options}), reads.__getitem__
-            )
-            value = map_tensors(_of_meta, node.meta["val"])
-            target = (
-                node.target
-                if args and isinstance(args[0], Weight)
-                else _without_change_in_place(node.target)
-            )
-            if target is not node.target and len({_value(layer, read).dtype for read in reads}) > 1:
-                given_here = {read: _of_meta(_value(layer, read)) for read in reads}
-                wide = target(*fx.node.map_arg(node.args, given_here.__getitem__), **kwargs)
-                # an operation that changes its input in place returns the input's type
-                if wide.dtype is not value.dtype:
-                    made = add(node, target, args, kwargs, wide)
-                    target = torch.ops.aten.to.dtype
-                    args = (made, value.dtype)
-                    kwargs = {}
-            made = add(node, target, args, kwargs, value)
-            found[node] = next(iter(changed_weights(args, kwargs, target)), made)
-            has_grad[node] = layer.grad_modes[-1]
-    for position, each in enumerate(outputs):
-        if isinstance(each, Weight):
-            name = layer.names[node.name][0]
-            raise StreamingError(
-                f"layer {name} gives a parameter as output {position}", "give a copy of it"
-            )
-    return [each.number for each in outputs]
+    def _add(
+        self, layer: _Layer, node: fx.Node, target: Any, args: Any, kwargs: Any, value: Any
+    ) -> Ref:
+        module = layer.names[node.name]
+        self.steps.append(Step(*module, target, args, kwargs, value, layer.grad_modes[-1]))
+        self.values.append(value)
+        return Ref(len(self.values) - 1)
 
 
 def _change_autocast(layer: _Layer, node: fx.Node) -> None:
@@ -391,25 +398,23 @@ def _of_meta(tensor: Tensor) -> Tensor:
     return _like(tensor, device="meta")
 
 
-def _refuse_changes(
-    node: fx.Node, layer: _Layer, found: dict[fx.Node, Any], has_grad: dict[fx.Node, bool]
-) -> None:
+def _refuse_changes(node: fx.Node, layer: _Layer) -> None:
     """Refuse a change in place that cannot be replaced by steps that return new tensors."""
     target = node.target
     name = layer.names[node.name][0]
     for changed in written(target, node.args, node.kwargs):
-        if not isinstance(changed, fx.Node) or isinstance(found[changed], Weight):
+        if not isinstance(changed, fx.Node) or isinstance(layer.found[changed], Weight):
             continue
         base = _base(changed)
         where = f"layer {name} changes in place ({target})"
-        if isinstance(found[base], Weight):
+        if isinstance(layer.found[base], Weight):
             raise StreamingError(
                 f"{where} a parameter or buffer by another name",
                 "change the parameter or buffer itself",
             )
         if not is_in_place(target):
             raise StreamingError(f"{where} what out= names", "write to a new tensor")
-        if not layer.grad_modes[-1] and layer.grad_modes[0] and has_grad.get(base, True):
+        if not layer.grad_modes[-1] and layer.grad_modes[0] and layer.has_grad.get(base, True):
             raise StreamingError(
                 f"{where} without gradients what has gradients", "write to a new tensor"
             )

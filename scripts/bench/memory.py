@@ -63,8 +63,8 @@ def _traffic_row(model: str, side_px: int) -> dict[str, Any]:
         row[name] = _moved(row, found.moved_bytes, found.known_bytes)
     ours = OneRank(memory_rig.all_offloaded(spec))
     ours.step()
-    assert ours.rank.training.segments is not None
-    counters = ours.rank.training.segments.store.counters
+    assert ours.rank.train.store is not None
+    counters = ours.rank.train.store.counters
     row["ours"] = _moved(row, counters.offloaded_bytes / MICRO_BATCHES, 0) | {
         "back_bytes": counters.prefetched_bytes / MICRO_BATCHES,
         "num_misses": counters.num_misses,

@@ -85,14 +85,14 @@ class OneRank:
         """
         self.step()
         activations = self.rank.train.activations
-        segments = self.rank.training.segments
+        store = self.rank.train.store
         activations.peak_bytes = 0
         allocated, reserved = allocator_peaks(self.device, self._static_bytes(), self.step)
         return {
             "activation_bytes": activations.peak_bytes,
             "allocated_bytes": allocated,
             "reserved_bytes": reserved,
-            "host_bytes": 0 if segments is None else segments.store.on_host.peak_bytes,
+            "host_bytes": 0 if store is None else store.on_host.peak_bytes,
         }
 
     def _static_bytes(self) -> int:

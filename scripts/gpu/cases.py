@@ -165,8 +165,8 @@ def offloaded(model: str, side_px: int, policy: str, steps: int) -> dict[str, An
     run = OneRank(evaluate(spec).for_ranks)
     for _ in range(steps):
         run.step()
-    assert run.rank.training.segments is not None
-    counters = run.rank.training.segments.store.counters
+    assert run.rank.train.store is not None
+    counters = run.rank.train.store.counters
     _synchronize()
     return {
         "model": model,

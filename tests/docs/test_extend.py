@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.pages import ROOT, blocks
 
 PAGE = ROOT / "docs" / "how-to" / "extend.md"
-FILES = ("my_schedules.py", "my_policies.py", "my_costs.py", "my_data.py")
+FILES = ("my_schedules.py", "my_policies.py", "my_costs.py", "my_stages.py", "my_data.py")
 QUICK = ["model.depth=8", "data.height_px=32", "data.width_px=32", "parallel.micro_batch_size=2"]
 TOLERANCE = 1e-12
 
@@ -54,7 +54,7 @@ def ask(folder: Path, program: str) -> Any:
     )
 
 
-def test_verify_is_exact_with_all_three(folder: Path) -> None:
+def test_verify_is_exact_with_plugins_of_every_kind(folder: Path) -> None:
     found = json.loads(shown(folder, "verify", *QUICK))
     assert (found["schedule"], found["partitions"]) == ("mine", 2)
     assert found["max_rel_error"] <= TOLERANCE

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from gems.engine.offload.activation_store import ActivationStore
-from gems.engine.offload.host_copies import CpuCopier, CudaCopier
 from gems.engine.offload.host_pool import HostPool, PinnedMemory
 from gems.engine.supervision.recorder import Recorder
 from gems.schedule.action import Action
@@ -43,9 +42,8 @@ class StoreBench:
         self.recorder = Recorder(None, DEVICE)
         self.memory = self.recorder.memory
         self.pool = HostPool(PinnedMemory("rank 0") if ON_GPU else None, "rank 0")
-        copier = CudaCopier(DEVICE) if ON_GPU else CpuCopier()
         schedule = schedule_of(row)
-        self.store = ActivationStore(schedule, copier, self.pool, self.recorder, DEVICE, **options)
+        self.store = ActivationStore(schedule, self.pool, self.recorder, DEVICE, **options)
         self.store.begin(PLACE, ())
 
     def copy(self, text: str) -> None:

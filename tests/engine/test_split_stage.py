@@ -34,7 +34,6 @@ def test_what_is_held_for_the_weights_equals_a_count_by_hand():
     stage = make_stage(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     (out,) = stage.forward(0, (torch.rand(5, 8),), None, True)
     assert stage.stash_bytes == 5 * 16 * FLOAT
-    assert stage.input_bytes == 5 * 8 * FLOAT
     assert stage.held_for_weights_bytes is None
     stage.backward_input(0, (torch.ones_like(out),))
     # what tanh gave, which the second map read, and the gradient of what the first map gave
@@ -145,7 +144,7 @@ def test_a_saved_tensor_that_is_changed_in_forward_is_refused(layer, is_split, i
     """A hook on saved tensors, as the meter's, switches autograd's own check off."""
     stage = make_stage(nn.Tanh(), Spoil(layer))
     if not is_metered:
-        stage.stash_bytes = stage.input_bytes = 0
+        stage.stash_bytes = 0
     stage.forward(0, (torch.rand(2, 6, 4),), None, is_split)
     with pytest.raises(RuntimeError, match=r"in-?\s?place"):
         (stage.backward_input if is_split else stage.backward)(0, (torch.ones(2, 6, 4),))

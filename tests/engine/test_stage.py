@@ -17,9 +17,8 @@ from gems.autograd.compiled import compile_layers
 from gems.autograd.outputs import as_tuple
 from gems.autograd.random_draws import RandomDraws
 from gems.autograd.storages import StashMeter
-from gems.engine.stages import compiled as stage_module
-from gems.engine.stages.compiled import CompiledStage
-from gems.engine.stages.whole import WholeStage
+from gems.engine.stages import whole as stage_module
+from gems.engine.stages.whole import CompiledStage, WholeStage
 from tests.helpers.toys import Fork, Join, Mix, Pass
 
 LAYERS = {
@@ -326,13 +325,7 @@ def test_compiled_layers_keep_exactness_and_what_stages_promise(name, cuts, no_k
     plain = copy.deepcopy(modules)
     bounds = [0, *cuts, len(modules)]
     stages: list[WholeStage] = [
-        CompiledStage(
-            nn.ModuleList(modules[first:end]),
-            first == 0,
-            lambda: None,
-            torch.device("cpu"),
-            draws.is_drawing,
-        )
+        CompiledStage(nn.ModuleList(modules[first:end]), first == 0, lambda: None, draws.is_drawing)
         for first, end in pairwise(bounds)
     ]
     expected = [

@@ -16,7 +16,7 @@ from gems.engine.batch_loader import BatchLoader, ReadShare
 from gems.engine.evaluation.measure import evaluate
 from gems.engine.executor import Batch
 from gems.engine.rank import Rank
-from gems.engine.stages.strip_evaluation import EvaluationInStrips
+from gems.engine.stages.streamed import EvaluationInStrips
 from gems.engine.transport.mpi import world
 from gems.streaming.row_rules import even_ends
 from tests.helpers.toys import make_spec, plan_of

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from gems.autograd.outputs import as_tuple
 from gems.autograd.storages import storage_addresses
 from gems.engine.stages.boundary_tensors import BoundaryTensors
-from gems.engine.stages.streamed import StreamedStage
-from gems.engine.stages.strip_evaluation import EvaluationInStrips
+from gems.engine.stages.streamed import EvaluationInStrips, StreamedStage, StripLayers
 from gems.engine.stages.whole import WholeStage
 from gems.streaming.strip_run import StripRun
 from gems.streaming.strip_stage import Boundary, StripStage
@@ -72,17 +71,17 @@ NETWORKS = {
 def make_stages(
     layers: list[nn.Module], cuts: tuple[int, ...], ends: tuple[int, ...] = ENDS
 ) -> list[StreamedStage]:
-    passed = BoundaryTensors(images(ends), NUM)
+    passed = images(ends)
     stages = []
     for first, end in pairwise((0, *cuts, len(layers))):
         named = [(str(number), layers[number]) for number in range(first, end)]
-        form = StripStage(named, passed.boundaries, NUM)
+        form = StripStage(named, passed, NUM)
         stages.append(
             StreamedStage(
-                nn.ModuleList(layers[first:end]), not first, lambda: None, form, passed, CPU
+                StripLayers(nn.ModuleList(layers[first:end]), form, not first, lambda: None, CPU)
             )
         )
-        passed = BoundaryTensors(form.outputs, NUM)
+        passed = form.outputs
     return stages
 
 
@@ -240,12 +239,7 @@ def test_evaluation_gives_what_whole_images_give(name: str, is_rows: bool) -> No
     last = made[-1]
     stages = [
         EvaluationInStrips(
-            stage.modules,
-            stage.is_first,
-            lambda: None,
-            stage.form,
-            stage.takes,
-            CPU,
+            StripLayers(stage.modules, stage.form, stage.is_first, lambda: None, CPU),
             stage.form is last.form,
         )
         for stage in made

@@ -13,7 +13,6 @@ from gems.config.schema import MemoryConfig, RunSpec
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.checkpoint.state import HostCopy
 from gems.engine.offload.activation_store import ActivationStore
-from gems.engine.offload.host_copies import CudaCopier
 from gems.engine.offload.host_pool import HostPool, PinnedMemory
 from gems.engine.optimization.gradients import Gradients
 from gems.engine.rank import Rank
@@ -58,10 +57,7 @@ def offload() -> Numbers:
     for step in range(STEPS):
         rank.train.run(step, loader.batch(step))
     loader.close()
-    assert (
-        rank.training.segments is not None
-        and rank.training.segments.store.counters.offloaded_bytes > 0
-    )
+    assert rank.train.store is not None and rank.train.store.counters.offloaded_bytes > 0
     return [
         parameter.detach().cpu()
         for modules in rank.stages.modules.values()
@@ -73,7 +69,7 @@ def _open_store() -> tuple[ActivationStore, HostPool]:
     pool = HostPool(PinnedMemory("rank 0"), "rank 0")
     actions = tuple(map(Action.parse, ROW))
     schedule = Schedule("test", 1, Placement(1, ((0,),)), (actions,))
-    return ActivationStore(schedule, CudaCopier(DEVICE), pool, Recorder(None, DEVICE), DEVICE), pool
+    return ActivationStore(schedule, pool, Recorder(None, DEVICE), DEVICE), pool
 
 
 def _forward(store: ActivationStore, number: int) -> tuple[torch.Tensor, torch.Tensor]:

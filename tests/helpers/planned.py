@@ -125,7 +125,7 @@ def assert_nothing_left(rig: Rig) -> None:
         == rig.executor.router.between_stages.held_bytes
         == 0
     )
-    if rig.segments is not None:
+    if rig.segments.store is not None:
         assert rig.segments.store.on_host.held_bytes == rig.segments.pool.used_bytes == 0
         assert rig.segments.store.num_in_flight == 0
         assert all(part.num_in_flight == 0 for part in rig.segments.by_key.values())

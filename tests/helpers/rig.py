@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gems.engine.executor import Batch, Executor, Training
-from gems.engine.stages.open_stages import needs_store, open_segments
-from gems.engine.stages.whole import WholeStage
+from gems.engine.stages.open_stages import StageOptions, open_stages
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.transport.message_tags import message_tag
 from gems.engine.transport.mpi import gpu_support
@@ -173,27 +172,17 @@ class Rig:
         channels = P2PChannels(
             schedule, rank, boundaries, self.transports, Staging(DEVICE), self.recorder
         )
-        self.stages = {
-            held: WholeStage(nn.ModuleList(kept).to(DEVICE), held[1] == 0, channels.poll)
-            for held, kept in modules.items()
-        }
-        self.segments = None
-        if needs_store(schedule):
-            self.segments = open_segments(
-                schedule,
-                rank,
-                self.stages,
-                plan,
-                self.recorder,
-                DEVICE,
-                channels.poll,
-                0,
-                host_limit_bytes,
-            )
+        self.segments = open_stages(
+            {held: nn.ModuleList(kept).to(DEVICE) for held, kept in modules.items()},
+            StageOptions(schedule, rank, DEVICE, plan, host_limit_bytes=host_limit_bytes),
+            channels.poll,
+            self.recorder,
+        )
+        self.stages = self.segments.whole
         self.executor = Executor(
             schedule,
             rank,
-            self.stages,
+            self.segments,
             channels,
             self.recorder,
             heartbeat,
@@ -201,7 +190,6 @@ class Rig:
                 summed_loss,
                 lambda labels: labels_per_step,
                 NoUpdate(),
-                self.segments,
                 lambda step, micro_batch: None,
             ),
         )

@@ -174,8 +174,8 @@ def test_bits_and_bytes(comm, network, schedule, policy):
         assert train.activations.peak_bytes == predicted
     assert train.activations.held_bytes == 0
     if made.schedule.has_copies:
-        assert rank.training.segments is not None
-        counters = rank.training.segments.store.counters
+        assert rank.train.store is not None
+        counters = rank.train.store.counters
         assert counters.prefetched_bytes <= counters.offloaded_bytes <= counters.saved_bytes
 
 
@@ -195,9 +195,9 @@ def test_what_stages_received_leaves_until_they_are_recomputed(comm, network, sc
     wanted = played_keeping(spec, part)
     rank, found = played(spec, part, made)
     assert found and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    assert rank.training.segments is not None
+    assert rank.train.store is not None
     activations = rank.train.activations
-    host = rank.training.segments.store.on_host
+    host = rank.train.store.on_host
     ours = made.memory.ranks[rank.index]
     assert (activations.peak_bytes, host.peak_bytes) == (
         ours.peak_activation_bytes,
@@ -216,8 +216,8 @@ def test_each_rank_of_data_parallelism_swaps_its_own(comm, policy):
     wanted = played_keeping(spec, part)
     rank, found = played(spec, part, made)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    assert rank.training.segments is not None
-    swapped = allgather(part, rank.training.segments.store.counters.offloaded_bytes)
+    assert rank.train.store is not None
+    swapped = allgather(part, rank.train.store.counters.offloaded_bytes)
     assert min(swapped) > 0 and swapped[0] == swapped[1]
 
 

@@ -83,8 +83,8 @@ def test_ours_moves_each_storage_once_and_nothing_else():
     )
     ours = OneRank(all_offloaded(spec))
     ours.step()
-    assert ours.rank.training.segments is not None
-    counters = ours.rank.training.segments.store.counters
+    assert ours.rank.train.store is not None
+    counters = ours.rank.train.store.counters
     assert counters.offloaded_bytes == counters.prefetched_bytes == 2 * plain.saved_bytes
     assert counters.num_misses == 0
     assert plain.moved_bytes > 1.3 * plain.saved_bytes

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gems.autograd.random_draws import RandomDraws
+from gems.streaming.strip_run import RunMode
 from tests.helpers.strips_rig import DTYPE, Function, cut_stages, relative, run_strips, run_whole
 
 HEIGHT = 12
@@ -102,5 +103,5 @@ def test_seeds_are_asked_for() -> None:
     with pytest.raises(ValueError, match="give the seeds"):
         stage.forward(0, [image[:, :, :6]])
     asked: list[int] = []
-    stage.forward(0, [image[:, :, :6]], draws=lambda name: asked.append(name) or 1)
+    stage.forward(0, [image[:, :, :6]], (), RunMode(lambda name: asked.append(name) or 1))
     assert set(asked) == {zlib.crc32(b"a.1")}

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gems.autograd.random_draws import generators_of
+
 # These need no copies: with tracking disabled they normalise by the batch alone, as in the first
 # forward.
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
@@ -101,10 +103,7 @@ class RandomState:
     """The random generators that layers on a device may use: torch's, and the layers' own."""
 
     def __init__(self, root: nn.Module, device: torch.device) -> None:
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._generators.append(torch.cuda.default_generators[index])
+        self._generators = generators_of(device)
         own = (value for module in root.modules() for value in vars(module).values())
         self._generators += [value for value in own if isinstance(value, torch.Generator)]
 

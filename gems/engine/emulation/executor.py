@@ -302,9 +302,7 @@ class EmulatedExecutor:
         self._recorder.end_step()
 
     def _compute(self, action: Action) -> None:
-        begin_ns = max(
-            (self._free_ns, *(self._copy_end_ns[copy] for copy in self._copies_of[action]))
-        )
+        begin_ns = self._ready_ns(action)
         for receive in self._channels.receives_of.get(action, ()):
             begin_ns = max(begin_ns, self._wait_for(receive))
         ready_ns = self._begin_ns + self._inputs_ns.get(action, 0)
@@ -324,6 +322,10 @@ class EmulatedExecutor:
         self._recorder.span(action, COMPUTE, begin_ns, end_ns)
         self._free_ns = end_ns
 
+    def _ready_ns(self, action: Action) -> int:
+        """Return when the device is free and the copies that an action needs have ended."""
+        return max((self._free_ns, *(self._copy_end_ns[copy] for copy in self._copies_of[action])))
+
     def _wait_for(self, receive: Action) -> int:
         """Wait until a message is seen and return when it arrives."""
         arrived_ns = self._channels.arrived_ns
@@ -333,13 +335,7 @@ class EmulatedExecutor:
 
     def _copy(self, action: Action) -> None:
         """Plan a copy on its engine; its end is known at once, and the rank goes on."""
-        begin_ns = max(
-            (
-                self._free_ns,
-                self._engine_free_ns.get(action.kind, 0),
-                *(self._copy_end_ns[copy] for copy in self._copies_of[action]),
-            )
-        )
+        begin_ns = max(self._ready_ns(action), self._engine_free_ns.get(action.kind, 0))
         size = self._bytes(self._device.costs.moved(action))
         is_out = action.kind is Kind.OFFLOAD
         is_freed = is_out and not self._schedule.has(Kind.FREE, *action[1:])
@@ -361,9 +357,7 @@ class EmulatedExecutor:
 
     def _wait(self, action: Action) -> None:
         """Wait for a copy to end, and free what one to the host has moved."""
-        end_ns = max(
-            (self._free_ns, *(self._copy_end_ns[copy] for copy in self._copies_of[action]))
-        )
+        end_ns = self._ready_ns(action)
         self._waiter.wait_until_time(end_ns)
         self._run_due(end_ns)
         self._ledger.give(action)

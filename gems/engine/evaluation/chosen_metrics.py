@@ -56,10 +56,8 @@ def open_metrics(
 class ConfusionMatrix(Metric):
     """Counts of predicted classes (columns) by true class (rows), and the mean recall."""
 
-    def __init__(self, num_classes: int, scores: Scores = first_tensor) -> None:
-        super().__init__(num_classes**2)
-        self._num_classes = num_classes
-        self._scores = scores
+    def _num_sums(self) -> int:
+        return self._num_classes**2
 
     def update(self, outputs: Outputs, labels: Tensor) -> None:
         """Count some samples."""
@@ -98,11 +96,6 @@ class Auc(Metric):
     its probability; of several labels the mean over labels. A class or label that all samples have,
     or none, is left out.
     """
-
-    def __init__(self, num_classes: int, scores: Scores = first_tensor) -> None:
-        super().__init__(0)
-        self._num_classes = num_classes
-        self._scores = scores
 
     def update(self, outputs: Outputs, labels: Tensor) -> None:
         """Keep the scores and labels of some samples."""
@@ -151,10 +144,6 @@ class R2(Metric):
     1 - squared error / squared distance from the mean of the labels.
     """
 
-    def __init__(self, num_classes: int, scores: Scores = first_tensor) -> None:
-        super().__init__(0)
-        self._scores = scores
-
     def update(self, outputs: Outputs, labels: Tensor) -> None:
         """Keep the values and labels of some samples."""
         if not len(labels):
@@ -180,11 +169,10 @@ class TargetMetric(Metric):
     """
 
     def __init__(self, name: str, options: Options, scores: Scores) -> None:
-        super().__init__(0)
+        super().__init__(scores=scores)
         self._name = name
         self._key = f"metrics.{name}.target"
         self._options = options
-        self._scores = scores
         self._labels: list[Tensor] = []
         load_target(self._key, str(options["target"]), options.get("path"))
 

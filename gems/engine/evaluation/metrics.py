@@ -56,8 +56,10 @@ class Metric(ABC):
         by_sample: Tensors that are joined over ranks, with one entry for each sample.
     """
 
-    def __init__(self, num_sums: int) -> None:
-        self.sums = torch.zeros(num_sums, dtype=torch.float64)
+    def __init__(self, num_classes: int = 0, scores: Scores = first_tensor) -> None:
+        self._num_classes = num_classes  # or labels
+        self._scores = scores
+        self.sums = torch.zeros(self._num_sums(), dtype=torch.float64)
         self.by_sample: list[Tensor] = []
 
     @abstractmethod
@@ -77,6 +79,9 @@ class Metric(ABC):
         self.sums = torch.from_numpy(np.sum([sums for sums, _ in states], axis=0))
         self.by_sample = [torch.from_numpy(part) for _, parts in states for part in parts]
 
+    def _num_sums(self) -> int:
+        return 0
+
     def _count(self, *counts: Tensor) -> None:
         self.sums = self.sums.to(counts[0].device) + torch.cat(
             [each.reshape(-1).double() for each in counts]
@@ -87,8 +92,11 @@ class MeanLoss(Metric):
     """The mean of the loss over all labels."""
 
     def __init__(self, loss: SummedLoss) -> None:
-        super().__init__(2)
+        super().__init__()
         self._loss = loss
+
+    def _num_sums(self) -> int:
+        return 2
 
     def update(self, outputs: Outputs, labels: Tensor) -> None:
         """Count some samples."""
@@ -102,10 +110,8 @@ class MeanLoss(Metric):
 class ClassAccuracy(Metric):
     """The share of labels for which the largest score is right, and the majority class's share."""
 
-    def __init__(self, num_classes: int, scores: Scores = first_tensor) -> None:
-        super().__init__(1 + num_classes)
-        self._num_classes = num_classes
-        self._scores = scores
+    def _num_sums(self) -> int:
+        return 1 + self._num_classes
 
     def update(self, outputs: Outputs, labels: Tensor) -> None:
         """Count some samples."""
@@ -129,10 +135,8 @@ class Dice(Metric):
     in the masks nor predicted has no coefficient.
     """
 
-    def __init__(self, num_classes: int, scores: Scores = first_tensor) -> None:
-        super().__init__(3 * num_classes)
-        self._num_classes = num_classes
-        self._scores = scores
+    def _num_sums(self) -> int:
+        return 3 * self._num_classes
 
     def update(self, outputs: Outputs, labels: Tensor) -> None:
         """Count some samples."""
@@ -162,9 +166,8 @@ class Dice(Metric):
 class LabelAccuracy(Metric):
     """The share of right answers to each yes-or-no label, and that of its more frequent answer."""
 
-    def __init__(self, num_labels: int, scores: Scores = first_tensor) -> None:
-        super().__init__(1 + 2 * num_labels)
-        self._scores = scores
+    def _num_sums(self) -> int:
+        return 1 + 2 * self._num_classes
 
     def update(self, outputs: Outputs, labels: Tensor) -> None:
         """Count some samples."""
@@ -190,9 +193,8 @@ class LabelAccuracy(Metric):
 class AbsoluteError(Metric):
     """The mean absolute error of predictions, and that of always predicting the mean label."""
 
-    def __init__(self, scores: Scores = first_tensor) -> None:
-        super().__init__(2)
-        self._scores = scores
+    def _num_sums(self) -> int:
+        return 2
 
     def update(self, outputs: Outputs, labels: Tensor) -> None:
         """Count some samples."""
@@ -216,17 +218,13 @@ class AbsoluteError(Metric):
 
 def metrics_of(task: str, num_classes: int, loss: SummedLoss) -> list[Metric]:
     """Return the validation metrics of a task."""
-    made: Metric
-    if task == "regression":
-        made = AbsoluteError(loss.scores)
-    else:
-        by_task: dict[str, Callable[[int, Scores], Metric]] = {
-            "classification": ClassAccuracy,
-            "segmentation": Dice,
-            "multi_label": LabelAccuracy,
-        }
-        made = by_task[task](num_classes, loss.scores)
-    return [MeanLoss(loss), made]
+    by_task: dict[str, Callable[[int, Scores], Metric]] = {
+        "classification": ClassAccuracy,
+        "segmentation": Dice,
+        "multi_label": LabelAccuracy,
+        "regression": AbsoluteError,
+    }
+    return [MeanLoss(loss), by_task[task](num_classes, loss.scores)]
 
 
 def compute(metrics: Sequence[Metric]) -> Values:

@@ -35,8 +35,7 @@ class Predictions(Metric):
     """The predicted classes of the first samples that it is given."""
 
     def __init__(self, scores: Scores) -> None:
-        super().__init__(0)
-        self._scores = scores
+        super().__init__(scores=scores)
         self.maps: list[Tensor] = []
 
     def update(self, outputs: Outputs, labels: Tensor) -> None:

@@ -82,10 +82,8 @@ class PredictionRows(Metric):
     def __init__(
         self, task: str, num_classes: int, scores: Scores, folder: Path, maps: Sequence[str]
     ) -> None:
-        super().__init__(0)
+        super().__init__(num_classes, scores)
         self._task = task
-        self._num_classes = num_classes
-        self._scores = scores
         self._folder = folder
         self._maps = maps
 

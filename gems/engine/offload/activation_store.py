@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gems.autograd.convolutions import ConvolutionWatch
 from gems.autograd.storages import storage_addresses
-from gems.engine.offload.host_copies import Copier, Copy
+from gems.engine.offload.host_copies import Copy, CpuCopier, CudaCopier
 from gems.engine.offload.host_pool import HostPool
 from gems.engine.offload.saved_tensor_table import SavedStorage, SavedTensor, SavedTensorTable
 from gems.engine.supervision.recorder import COPY_IN, COPY_OUT, MemoryCounter, Recorder
@@ -48,7 +48,6 @@ class ActivationStore:
     def __init__(
         self,
         schedule: Schedule,
-        copier: Copier,
         pool: HostPool,
         recorder: Recorder,
         device: torch.device,
@@ -66,7 +65,7 @@ class ActivationStore:
         self.on_host = MemoryCounter(recorder.count_host_bytes)
         self.counters = Counters()
         self._schedule = schedule
-        self._copier = copier
+        self._copier = CudaCopier(device) if device.type == "cuda" else CpuCopier()
         self._pool = pool
         self._recorder = recorder
         self._device = device

@@ -119,9 +119,6 @@ class CudaCopier:
         return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-Copier = CpuCopier | CudaCopier
-
-
 def as_bytes(storage: UntypedStorage) -> Tensor:
     """Return a whole storage as a one-dimensional tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import nullcontext
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,96 +13,44 @@ from gems.engine.transport.links import Request, Sums
 BUCKET_ELEMENTS = 2**23  # 4 or 8 bytes per element: a bucket is copied in milliseconds
 
 
-class GradientSum(Protocol):
-    """A sum of one tensor in place, step after step.
+class FlatSum:
+    """A sum of one flat tensor in place, step after step.
 
-    All ranks start the same sums in the same order.
-    """
-
-    def start(self) -> None:
-        """Begin the sum; the tensor may not be used until `finish`."""
-
-    def poll(self) -> bool:
-        """Make progress without waiting; return whether all of it is posted, so the next may be."""
-
-    def post(self) -> None:
-        """Post all of the sum, and wait for the device if necessary."""
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether a poll has seen the end of the sum."""
-
-    def finish(self) -> None:
-        """Wait for the end of the sum; after that, the current stream may use the tensor."""
-
-
-def open_sum(tensor: Tensor, sums: Sums) -> GradientSum:
-    """Return the sum of a flat tensor, staged in host memory or another type if necessary."""
-    return StagedSum(tensor, sums) if needs_staging(tensor, sums) else PlainSum(tensor, sums)
-
-
-class PlainSum:
-    """Sums a tensor in its own memory."""
-
-    def __init__(self, tensor: Tensor, sums: Sums) -> None:
-        self._tensor = tensor
-        self._sums = sums
-        self._request: Request | None = None
-
-    def start(self) -> None:
-        """Post the sum; on a GPU it follows the work of the current stream."""
-        self._request = self._sums.post_sum(self._tensor)
-
-    def poll(self) -> bool:
-        """Return True, since `start` has posted the sum."""
-        return True
-
-    def post(self) -> None:
-        """Do nothing, since `start` has posted the sum."""
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether the sum has ended."""
-        return self._request is None or self._request.Test()
-
-    def finish(self) -> None:
-        """Wait for the end of the sum."""
-        self._sums.wait_sum(self._request)
-        self._request = None
-
-
-class StagedSum:
-    """Sums a tensor bucket by bucket, from a GPU in pinned host memory, or a low type in float32.
-
-    Copies in both directions have their own streams: while ranks sum one bucket, the next ones
-    leave and earlier ones come back.
+    All ranks start the same sums in the same order. If ranks cannot sum the tensor in its own
+    memory and type, it is staged bucket by bucket: from a GPU in pinned host memory, a low type in
+    float32. Copies in both directions have their own streams: while ranks sum one bucket, the next
+    ones leave and earlier ones come back.
     """
 
     def __init__(self, tensor: Tensor, sums: Sums, elements: int = BUCKET_ELEMENTS) -> None:
-        """Lay out the buckets of a flat tensor."""
+        """Lay out the buckets."""
         self._device = tensor.device
         self._sums = sums
-        in_place = _can_sum_at(self._device, sums)
+        self._buckets = [(tensor, tensor)]
+        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+        self._leaving: deque[tuple[torch.cuda.Event, Tensor, Tensor]] = deque()
+        self._coming: deque[tuple[Request, Tensor, Tensor]] = deque()
+        in_place = self._device.type == "cpu" or sums.sums_on_device
+        if in_place and tensor.dtype in (torch.float32, torch.float64):
+            return
         dtype = torch.float64 if tensor.dtype is torch.float64 else torch.float32
         place = self._device if in_place else torch.device("cpu")
         staged = torch.empty(tensor.shape, dtype=dtype, device=place, pin_memory=not in_place)
         self._buckets = list(
             zip(torch.split(tensor, elements), torch.split(staged, elements), strict=True)
         )
-        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
         if not in_place:
             self._streams = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._leaving: deque[tuple[torch.cuda.Event, Tensor, Tensor]] = deque()
-        self._coming: deque[tuple[Request, Tensor, Tensor]] = deque()
 
     def start(self) -> None:
-        """Copy all buckets, after the work of the current stream.
+        """Begin the sum, after the work of the current stream; `finish` returns the tensor.
 
         Buckets that need no event are posted at once.
         """
         if self._streams is None:
             for bucket, staged in self._buckets:
-                staged.copy_(bucket)
+                if staged is not bucket:
+                    staged.copy_(bucket)
                 self._post(bucket, staged)
             return
         self._streams[0].wait_stream(torch.cuda.current_stream(self._device))
@@ -117,7 +64,7 @@ class StagedSum:
     def poll(self) -> bool:
         """Post the buckets that have left, and bring back those that are summed.
 
-        Return whether all buckets are posted.
+        Return whether all of the sum is posted, so that the next may be.
         """
         while self._leaving and self._leaving[0][0].query():  # type: ignore[no-untyped-call]
             self._post(*self._leaving.popleft()[1:])
@@ -151,17 +98,7 @@ class StagedSum:
     def _bring_next(self) -> None:
         request, bucket, staged = self._coming.popleft()
         self._sums.wait_sum(request)
+        if staged is bucket:
+            return
         with nullcontext() if self._streams is None else torch.cuda.stream(self._streams[1]):
             bucket.copy_(staged, non_blocking=True)
-
-
-def needs_staging(tensor: Tensor, sums: Sums) -> bool:
-    """Return whether ranks cannot sum a tensor in its own memory and type."""
-    return not _can_sum_at(tensor.device, sums) or tensor.dtype not in (
-        torch.float32,
-        torch.float64,
-    )
-
-
-def _can_sum_at(device: torch.device, sums: Sums) -> bool:
-    return device.type == "cpu" or sums.sums_on_device

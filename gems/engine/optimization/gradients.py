@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from gems.engine.optimization.gradient_sum import GradientSum, open_sum
+from gems.engine.optimization.gradient_sum import FlatSum
 from gems.engine.optimization.parameter_groups import trained
 from gems.engine.stage import StageKey
 from gems.engine.transport.links import Sums
@@ -76,16 +76,16 @@ class Gradients:
             self._of_stage[stage] = self._flat[at : at + size]
             at += size
         at = sum(self._of_stage[stage].numel() for stage in started)
-        self._sum = open_sum(self._flat[at:end_of_message], transport)
+        self._sum = FlatSum(self._flat[at:end_of_message], transport)
         self._sums = {
-            stage: open_sum(part, transport)
+            stage: FlatSum(part, transport)
             for stage in started
             if len(part := self._of_stage[stage])
         }
         self.starts_early = transport.size > 1 and bool(started)
         self._message_bytes: int = end_of_message * self._flat.element_size()
-        self._started: list[GradientSum] = []
-        self._unreported: list[tuple[GradientSum, Callable[[], None]]] = []  # the last of them
+        self._started: list[FlatSum] = []
+        self._unreported: list[tuple[FlatSum, Callable[[], None]]] = []  # the last of them
 
     @property
     def num_bytes(self) -> int:

@@ -1,52 +1,82 @@
-"""Open the stages that a rank's executor runs: whole, or as segments with a store."""
+"""Open the stages that a rank's executor runs: whole, compiled, in strips, stored and wrapped."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import nn
 
+from gems.autograd.compiled import check_compiler
 from gems.autograd.convolutions import ConvolutionWatch
 from gems.autograd.mixed import low_copies
 from gems.engine.offload.activation_store import ActivationStore
-from gems.engine.offload.host_copies import CpuCopier, CudaCopier
 from gems.engine.offload.host_pool import HostPool, PinnedMemory
 from gems.engine.stage import SegmentKey, Stage, StageKey
 from gems.engine.stages.stored import StoredSegment
 from gems.engine.stages.stored_strips import StoredStrips
+from gems.engine.stages.streamed import StreamedStage, StripLayers
+from gems.engine.stages.whole import CompiledStage, WholeStage
 from gems.engine.stages.wrappers import wrap_stage
 from gems.engine.supervision.recorder import Recorder
 from gems.errors import ConfigError
 from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.schedule.action import Kind
 from gems.schedule.schedule import Schedule
+from gems.streaming.strip_run import Draws
+from gems.streaming.strip_stage import StripStage
 
 
 @dataclass(frozen=True, slots=True)
-class Segments:
-    """The segments on a rank, their store, and their pool of host memory."""
+class OpenStages:
+    """The stages that an executor runs.
 
-    by_key: dict[SegmentKey, Stage]
-    store: ActivationStore
-    pool: HostPool
+    Attributes:
+        whole: The stages, in one piece.
+        by_key: What actions run: the same stages, or their segments.
+        store: What the segments keep for backward, if the schedule moves or recomputes it.
+        pool: The host memory of the store.
+    """
+
+    whole: Mapping[StageKey, Stage]
+    by_key: Mapping[SegmentKey, Stage]
+    store: ActivationStore | None = None
+    pool: HostPool | None = None
+
+    @classmethod
+    def unstored(cls, stages: Mapping[StageKey, Stage]) -> OpenStages:
+        """Return stages that keep their saved tensors themselves."""
+        return cls(stages, {(*key, None): stage for key, stage in stages.items()})
 
 
-def wrap_stages(
-    stages: Mapping[StageKey, Stage], segments: Segments | None, names: Sequence[str]
-) -> Mapping[StageKey, Stage]:
-    """Wrap what the executor runs: the segments, if there are any, or else the returned stages."""
-    if segments is None:
-        return {key: wrap_stage(stage, (*key, None), names) for key, stage in stages.items()}
-    for key, stage in segments.by_key.items():
-        segments.by_key[key] = wrap_stage(stage, key, names)
-    return stages
+@dataclass(frozen=True, slots=True)
+class StageOptions:
+    """How the stages of a rank run a schedule.
+
+    Attributes:
+        plan: Without a memory plan, each stage is one segment.
+        min_offload_bytes: Smaller storages stay on the device, unless the plan has another limit.
+        forms: The streaming forms of stages in strips.
+        draws: The seeds of stages in strips.
+        is_drawing: If given, layers are compiled unless it returns that they draw random numbers.
+        wrappers: The names of wrappers.
+    """
+
+    schedule: Schedule
+    rank: int
+    device: torch.device
+    plan: MemoryPlan | None = None
+    min_offload_bytes: int = 0
+    host_limit_bytes: int | None = None
+    forms: Mapping[StageKey, StripStage] = field(default_factory=dict)
+    draws: Mapping[StageKey, Draws] = field(default_factory=dict)
+    is_drawing: Callable[[nn.Module], bool] | None = None
+    wrappers: Sequence[str] = ()
 
 
-def needs_store(schedule: Schedule) -> bool:
+def _needs_store(schedule: Schedule) -> bool:
     """Return whether a schedule has segments, offloads or recomputes.
 
     Otherwise, stages keep their saved tensors themselves.
@@ -55,71 +85,106 @@ def needs_store(schedule: Schedule) -> bool:
     return has_segments or schedule.has_any(Kind.OFFLOAD) or schedule.has_any(Kind.R)
 
 
-def open_segments(
-    schedule: Schedule,
-    rank: int,
-    stages: Mapping[StageKey, Any],
-    plan: MemoryPlan | None,
-    recorder: Recorder,
-    device: torch.device,
+def open_stages(
+    modules: Mapping[StageKey, nn.ModuleList],
+    options: StageOptions,
     poll: Callable[[], None],
-    min_offload_bytes: int = 0,
-    host_limit_bytes: int | None = None,
-) -> Segments:
-    """Split the stages of a rank into the segments of its schedule.
-
-    Without a memory plan each stage is one segment. Storages smaller than `min_offload_bytes` stay
-    on the device, unless the plan has another limit.
+    recorder: Recorder,
+) -> OpenStages:
+    """Open the stages with these layers; `poll` lets messages move while they run.
 
     Raises:
-        ConfigError: The schedule does not belong to the plan.
+        ConfigError: The schedule does not belong to the memory plan, or this machine cannot compile
+            for the device.
     """
-    where = f"rank {rank}"
-    is_gpu = device.type == "cuda"
-    pool = HostPool(PinnedMemory(where) if is_gpu else None, where, host_limit_bytes)
-    copier = CudaCopier(device) if is_gpu else CpuCopier()
+    schedule = options.schedule
+    where = f"rank {options.rank}"
+    if options.is_drawing is not None:
+        check_compiler(options.device)
+    pool = store = None
+    if _needs_store(schedule):
+        pinned = PinnedMemory(where) if options.device.type == "cuda" else None
+        pool = HostPool(pinned, where, options.host_limit_bytes)
+        store = _open_store(modules.values(), options, pool, recorder)
+    whole: dict[StageKey, Stage] = {}
+    by_key: dict[SegmentKey, Stage] = {}
+    for key, layers in modules.items():
+        stage = whole[key] = _open_stage(key, layers, options, poll, store)
+        segments: Iterable[tuple[int | None, Stage]] = [(schedule.first_segment(key[1]), stage)]
+        if store is not None and not options.forms:
+            segments = _cut(stage, key, options, store)
+        for name, segment in segments:
+            by_key[*key, name] = wrap_stage(segment, (*key, name), options.wrappers)
+    if store is None:
+        whole = {key[:2]: stage for key, stage in by_key.items()}
+    return OpenStages(whole, by_key, store, pool)
+
+
+def _open_store(
+    modules: Collection[nn.Module], options: StageOptions, pool: HostPool, recorder: Recorder
+) -> ActivationStore:
+    plan = options.plan
     tensors = (
         tensor
-        for stage in stages.values()
-        for tensor in chain(
-            stage.modules.parameters(), stage.modules.buffers(), low_copies(stage.modules)
-        )
+        for each in modules
+        for tensor in chain(each.parameters(), each.buffers(), low_copies(each))
     )
-    min_bytes = min_offload_bytes if plan is None else plan.least_bytes
+    min_bytes = options.min_offload_bytes if plan is None else plan.least_bytes
     is_conv_only = plan is not None and plan.only_conv_inputs
-    convolutions = (
-        ConvolutionWatch(*(stage.modules for stage in stages.values())) if is_conv_only else None
+    convolutions = ConvolutionWatch(*modules) if is_conv_only else None
+    return ActivationStore(
+        options.schedule, pool, recorder, options.device, tensors, min_bytes, convolutions
     )
-    store = ActivationStore(
-        schedule, copier, pool, recorder, device, tensors, min_bytes, convolutions
-    )
-    by_key: dict[SegmentKey, Stage] = {}
-    for (direction, number), stage in stages.items():
-        names = schedule.segments_of(number)
-        whole = (Segment(0, len(stage.modules)),)
-        planned = whole if plan is None or names == (None,) else plan.stages[number]
-        first = planned[0].first
-        if len(planned) != len(names) or planned[-1].end - first != len(stage.modules):
-            raise ConfigError(
-                "memory plan",
-                "none" if plan is None else plan.policy,
-                f"stage {number} has {len(stage.modules)} layers and {len(names)} segments in the"
-                " schedule, unlike in the plan",
-                "prepare the run again",
-            )
-        if schedule.num_strips > 1:
-            (name,) = names
-            by_key[direction, number, name] = StoredStrips(stage, (direction, number), store)
-            continue
-        for name, segment in zip(names, planned, strict=True):
-            by_key[direction, number, name] = StoredSegment(
+
+
+def _open_stage(
+    key: StageKey,
+    layers: nn.ModuleList,
+    options: StageOptions,
+    poll: Callable[[], None],
+    store: ActivationStore | None,
+) -> WholeStage:
+    """Open a stage in one piece; in strips, its saved tensors are in the store."""
+    is_first = key[1] == 0
+    if key in options.forms:
+        in_strips = StripLayers(
+            layers, options.forms[key], is_first, poll, options.device, options.draws[key]
+        )
+        return StreamedStage(in_strips) if store is None else StoredStrips(in_strips, key, store)
+    if options.is_drawing is not None:
+        return CompiledStage(layers, is_first, poll, options.is_drawing)
+    return WholeStage(layers, is_first, poll)
+
+
+def _cut(
+    stage: WholeStage, key: StageKey, options: StageOptions, store: ActivationStore
+) -> Iterator[tuple[int | None, Stage]]:
+    """Yield the segments of a stage by the names that the schedule has for them."""
+    number = key[1]
+    plan = options.plan
+    names = options.schedule.segments_of(number)
+    layers = stage.modules
+    whole = (Segment(0, len(layers)),)
+    planned = whole if plan is None or names == (None,) else plan.stages[number]
+    first = planned[0].first
+    if len(planned) != len(names) or planned[-1].end - first != len(layers):
+        raise ConfigError(
+            "memory plan",
+            "none" if plan is None else plan.policy,
+            f"stage {number} has {len(layers)} layers and {len(names)} segments in the schedule,"
+            " unlike in the plan",
+            "prepare the run again",
+        )
+    for name, segment in zip(names, planned, strict=True):
+        yield (
+            name,
+            StoredSegment(
                 stage,
-                nn.ModuleList(stage.modules[segment.first - first : segment.end - first]),
-                (direction, number),
+                nn.ModuleList(layers[segment.first - first : segment.end - first]),
+                key,
                 name or 0,
                 name == names[-1],
                 store,
-                poll,
                 segment.choice is Choice.SELECTIVE,
-            )
-    return Segments(by_key, store, pool)
+            ),
+        )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from gems.autograd.cuts import Cut, begin
 from gems.autograd.recompute.recompute import Recomputation, RecomputeContext
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.split_backward.layers import SplitLayers
@@ -14,8 +17,71 @@ from gems.autograd.storages import storage_addresses
 from gems.engine.offload.activation_store import ActivationStore, MicroBatchKey
 from gems.engine.offload.saved_tensor_table import SavedTensor
 from gems.engine.stage import Loss, StageKey, Tensors
-from gems.engine.stages.segment_input import SegmentInput
 from gems.engine.stages.whole import Stash, WholeStage, gradient_edges, run_backward
+
+Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]  # second: strides
+
+
+def _gradient_layout(tensor: Tensor) -> Layout:
+    """Return the layout in which autograd keeps the gradient of a leaf."""
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    stride = tensor.stride() if is_dense else torch.empty(tensor.size(), device="meta").stride()
+    return tensor.size(), stride, tensor.dtype, tensor.device
+
+
+def _in_layout(gradient: Tensor | None, layout: Layout) -> Tensor:
+    """Return a gradient in a layout, or zeros if the gradient is None."""
+    size, stride, dtype, device = layout
+    if gradient is not None:
+        same = zip(gradient.size(), gradient.stride(), stride, strict=True)
+        if all(mine == its or count == 1 for count, mine, its in same):
+            return gradient
+    made = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    return made.zero_() if gradient is None else made.copy_(gradient)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentInput:
+    """The inputs of one forward, where its graph begins; those without a cut want no gradient."""
+
+    cuts: tuple[Cut | None, ...]
+    layouts: tuple[Layout | None, ...]
+
+    @classmethod
+    def enter(
+        cls, inputs: Sequence[Tensor], wanted: Sequence[bool]
+    ) -> tuple[SegmentInput, tuple[Tensor, ...]]:
+        """Pass inputs into a new graph; those in `wanted` get a gradient.
+
+        Returns:
+            The segment's input, and the tensors for its layers, which share the memory of the
+                inputs and are no leaves.
+        """
+        layouts = tuple(
+            _gradient_layout(tensor) if tensor.is_floating_point() else None for tensor in inputs
+        )
+        cuts = tuple(Cut() if is_wanted else None for is_wanted in wanted)
+        values = tuple(
+            tensor.detach() if cut is None else begin(cut, tensor)
+            for cut, tensor in zip(cuts, inputs, strict=True)
+        )
+        return cls(cuts, layouts), values
+
+    def gradients(self, is_first: bool) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the floating-point inputs, and drop them.
+
+        The gradients of a stage's first segment are complete and have the layout of their inputs.
+        In later segments, an input without a gradient gives None to the segment before it, as in an
+        uncut graph.
+        """
+        found: list[Tensor | None] = []
+        for cut, layout in zip(self.cuts, self.layouts, strict=True):
+            if layout is not None and (cut is not None or not is_first):
+                gradient = None
+                if cut is not None:
+                    gradient, cut.gradient = cut.gradient, None
+                found.append(_in_layout(gradient, layout) if is_first else gradient)
+        return tuple(found)
 
 
 class Stored(WholeStage):
@@ -100,14 +166,13 @@ class StoredSegment(Stored):
         number: int,
         is_last: bool,
         store: ActivationStore,
-        poll: Callable[[], None],
         is_selective: bool = False,
     ) -> None:
         """Take the layers `modules` of the stage `whole`, whose segments are numbered from 0.
 
         If `is_selective`, recomputation keeps the outputs of matrix products.
         """
-        super().__init__(modules, whole.is_first and number == 0, poll)
+        super().__init__(modules, whole.is_first and number == 0, whole.poll)
         self.keep_in(store, stage_key, number, is_last)
         self._whole = whole
         self._recomputation = Recomputation(modules, is_selective)

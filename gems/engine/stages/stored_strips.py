@@ -18,7 +18,7 @@ from gems.engine.offload.activation_store import ActivationStore
 from gems.engine.offload.saved_tensor_table import SavedTensor
 from gems.engine.stage import Loss, StageKey, Tensors
 from gems.engine.stages.stored import Stored
-from gems.engine.stages.streamed import Image, StreamedStage
+from gems.engine.stages.streamed import Image, StreamedStage, StripLayers
 from gems.engine.stages.whole import Stash
 
 
@@ -40,17 +40,8 @@ class StoredStrips(Stored, StreamedStage):
     else by the store.
     """
 
-    def __init__(self, whole: StreamedStage, stage_key: StageKey, store: ActivationStore) -> None:
-        """Take over a stage."""
-        super().__init__(
-            whole.modules,
-            whole.is_first,
-            whole.poll,
-            whole.form,
-            whole.takes,
-            whole.device,
-            whole.draws,
-        )
+    def __init__(self, layers: StripLayers, stage_key: StageKey, store: ActivationStore) -> None:
+        super().__init__(layers)
         self.keep_in(store, stage_key)
 
     def forward(
@@ -115,7 +106,7 @@ class StoredStrips(Stored, StreamedStage):
         key = self._key(index)
         carried = image.sample.carried
         static = storage_addresses(image.sample.static)
-        given = self.takes.given(rows, index % self.form.strips, self.device)
+        given = self._takes.given(rows, index % self.form.strips, self.device)
         self._pending[index] = _Pending(
             self._staying(index, rows),
             [None if each is None else self._store.save(key, 0, each) for each in given],

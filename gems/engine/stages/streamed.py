@@ -1,4 +1,4 @@
-"""A stage that takes an image strip by strip, with the interface of a stage for whole images."""
+"""Stages that take an image strip by strip, with the interface of a stage for whole images."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from gems.autograd.cuts import Cut, begin
 from gems.autograd.split_backward.deferred import DeferredGradients
-from gems.autograd.storages import StashMeter, new_bytes, storage_addresses, tensor_bytes
+from gems.autograd.storages import StashMeter, new_bytes, storage_addresses
 from gems.engine.stage import Loss, Tensors
 from gems.engine.stages.boundary_tensors import BoundaryTensors
 from gems.engine.stages.whole import Stash, WholeStage, gradient_edges, run_backward
 from gems.streaming.strip_run import Draws
-from gems.streaming.strip_sample import Cut, StripSample, begin
+from gems.streaming.strip_sample import StripSample
 from gems.streaming.strip_stage import StripStage
 
 
@@ -40,6 +41,21 @@ class Image:
     waiting_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class StripLayers:
+    """The layers of a stage with their streaming form, and what they need of the rank.
+
+    `draws` gives the seeds of the current image.
+    """
+
+    modules: nn.ModuleList
+    form: StripStage
+    is_first: bool
+    poll: Callable[[], None]
+    device: torch.device
+    draws: Draws | None = None
+
+
 class InStrips(WholeStage):
     """A stage in a streaming form, with the inputs and outputs of each strip.
 
@@ -47,27 +63,18 @@ class InStrips(WholeStage):
     stage takes the rows of a strip, or the whole images with each strip.
     """
 
-    def __init__(
-        self,
-        modules: nn.ModuleList,
-        is_first: bool,
-        poll: Callable[[], None],
-        form: StripStage,
-        takes: BoundaryTensors,
-        device: torch.device,
-    ) -> None:
-        """Take the streaming form of the modules and the description of its inputs."""
-        super().__init__(modules, is_first, poll)
-        self.form = form
-        self.takes = takes
-        self.device = device
-        self._gives = BoundaryTensors(form.outputs, form.strips)
+    def __init__(self, layers: StripLayers) -> None:
+        super().__init__(layers.modules, layers.is_first, layers.poll)
+        self.form = layers.form
+        self.device = layers.device
+        self._takes = BoundaryTensors(self.form.inputs, self.form.strips)
+        self._gives = BoundaryTensors(self.form.outputs, self.form.strips)
 
     def _rows_of(self, strip: int, inputs: Sequence[Tensor]) -> Tensors:
         """Return the inputs of a strip; on the first stage, its rows of the images."""
         if not self.is_first:
             return tuple(inputs)
-        return tuple(self.takes.rows_of(tensor, strip) for tensor in inputs)
+        return tuple(self._takes.rows_of(tensor, strip) for tensor in inputs)
 
     def _given_on(self, strip: int, outputs: Sequence[Tensor | None]) -> Tensors:
         """Return the tensors of the next boundary."""
@@ -84,22 +91,9 @@ class StreamedStage(InStrips):
     `EvaluationInStrips`.
     """
 
-    def __init__(
-        self,
-        modules: nn.ModuleList,
-        is_first: bool,
-        poll: Callable[[], None],
-        form: StripStage,
-        takes: BoundaryTensors,
-        device: torch.device,
-        draws: Draws | None = None,
-    ) -> None:
-        """Take the streaming form of the modules and the description of its inputs.
-
-        `draws` gives the seeds of the current image.
-        """
-        super().__init__(modules, is_first, poll, form, takes, device)
-        self.draws = draws
+    def __init__(self, layers: StripLayers) -> None:
+        super().__init__(layers)
+        self._draws = layers.draws
         self._images: dict[int, Image] = {}
         self._brought_bytes: dict[int, int] = {}  # by strip, like the one below
         self._kept_bytes: dict[int, int] = {}
@@ -151,7 +145,7 @@ class StreamedStage(InStrips):
         """Return the image of a strip that is about to run, and the number of the strip in it."""
         number, strip = divmod(index, self.form.strips)
         if strip == 0:
-            self._images[number] = Image(StripSample(self.form, self.draws, not self.is_first))
+            self._images[number] = Image(StripSample(self.form, self._draws, not self.is_first))
         return self._images[number], strip
 
     def _run_strip(
@@ -162,7 +156,7 @@ class StreamedStage(InStrips):
         loss: Loss | None,
         deferred: DeferredGradients | None,
     ) -> tuple[Tensor | None, ...]:
-        outputs = image.sample.forward(self.takes.given(inputs, strip, self.device), deferred)
+        outputs = image.sample.forward(self._takes.given(inputs, strip, self.device), deferred)
         self._end_strip(image, strip, outputs, loss)
         return outputs
 
@@ -225,8 +219,8 @@ class StreamedStage(InStrips):
         if self.is_first:
             return (), inputs
         made = []
-        for place in self.takes.places(strip, have_gradient=True):
-            boundary = self.takes.boundaries[place]
+        for place in self._takes.places(strip, have_gradient=True):
+            boundary = self._takes.boundaries[place]
             gradient = found[place]
             if gradient is None:
                 gradient = torch.zeros(
@@ -253,7 +247,6 @@ class StreamedStage(InStrips):
         before = image.left_bytes
         self._count_left(image, outputs, lambda tensor: bool(storage_addresses([tensor]) & saved))
         self._brought_bytes.setdefault(strip, kept + image.left_bytes - before)
-        self.input_bytes = tensor_bytes(inputs)
         return outputs
 
     def _count_left(
@@ -268,3 +261,58 @@ class StreamedStage(InStrips):
         image.waiting_bytes = image.waiting_bytes + new_bytes(made, static) if image.outputs else 0
         left = new_bytes((each for each in image.sample.carried if not is_counted(each)), static)
         image.left_bytes = left + image.waiting_bytes
+
+
+class EvaluationInStrips(InStrips):
+    """Runs forward of strips in order, image after image, and keeps what the next strip needs.
+
+    The last stage gives the whole output with the last strip of an image. It uses the weights that
+    the modules of the form have at the time.
+    """
+
+    def __init__(self, layers: StripLayers, is_last: bool) -> None:
+        """Take the layers with their form in evaluation."""
+        super().__init__(layers)
+        self._is_last = is_last
+        self._strip = 0
+        self._carries: tuple[Tensor, ...] = ()
+        self._outputs: list[tuple[Tensor | None, ...]] = []  # on the last stage, by strip
+
+    def infer(self, inputs: Sequence[Tensor]) -> Any:
+        """Run the next strip and return its outputs; nothing holds the inputs afterwards."""
+        strip = self._strip
+        taken = storage_addresses(inputs)
+        with torch.no_grad():
+            given = self._takes.given(self._rows_of(strip, inputs), strip, self.device)
+            outputs, carries = self.form.forward(strip, given, self._carries)
+            self._carries = tuple(_alone(tensor, taken) for tensor in carries)
+        self.poll()
+        is_end = strip == self.form.strips - 1
+        self._strip = 0 if is_end else strip + 1
+        if not self._is_last:
+            return self._given_on(strip, outputs)
+        self._outputs.append(
+            tuple(None if tensor is None else _alone(tensor, taken) for tensor in outputs)
+        )
+        if not is_end:
+            return None
+        found = self._outputs
+        self._outputs = []
+        return self.form.joined(found)
+
+    def reset(self) -> None:
+        """Drop the image under way after a failed step."""
+        super().reset()
+        self._strip = 0
+        self._carries = ()
+        self._outputs = []
+
+
+def _alone(tensor: Tensor, taken: set[int]) -> Tensor:
+    """Return a tensor to keep, copied if it is part of more memory or of inputs that are reused."""
+    storage = tensor.untyped_storage()
+    return (
+        tensor.clone()
+        if storage.data_ptr() in taken or storage.nbytes() > tensor.nbytes
+        else tensor
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,6 @@ from gems.config.schema import RunSpec
 from gems.engine.stage import StageKey
 from gems.engine.stage_modules import StageModules
 from gems.engine.stages.boundary_tensors import BoundaryTensors
-from gems.engine.stages.streamed import StreamedStage
-from gems.engine.stages.strip_evaluation import EvaluationInStrips
 from gems.errors import ConfigError
 from gems.models.build import TensorSpec, input_spec
 from gems.models.mixed import Precision, compute_in
@@ -29,46 +27,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StripForms:
-    """The streaming forms of a rank's stages, their inputs, and the tensors between all stages.
+    """The streaming forms of a rank's stages, and the tensors between all stages.
 
     `norm_ends` are the ends of the per-strip norms of all stages; with them, one process normalizes
     in the same way.
     """
 
     forms: Mapping[StageKey, StripStage]
-    takes: Mapping[StageKey, BoundaryTensors]
     specs: Sequence[tuple[TensorSpec, ...]]  # for each strip of each stage but the last, in order
     norm_ends: Mapping[str, tuple[int, ...]]
-
-    def open(
-        self,
-        modules: Mapping[StageKey, nn.ModuleList],
-        poll: Callable[[], None],
-        device: torch.device,
-        draws: Mapping[StageKey, Draws],
-    ) -> dict[StageKey, StreamedStage]:
-        """Return the stages of the rank for training."""
-        return {
-            key: StreamedStage(
-                of_stage, key[1] == 0, poll, self.forms[key], self.takes[key], device, draws[key]
-            )
-            for key, of_stage in modules.items()
-        }
-
-    def open_evaluation(
-        self,
-        modules: Mapping[StageKey, nn.ModuleList],
-        poll: Callable[[], None],
-        device: torch.device,
-        last_stage: int,
-    ) -> dict[StageKey, EvaluationInStrips]:
-        """Return the stages of the rank for forms of evaluation."""
-        return {
-            key: EvaluationInStrips(
-                modules[key], key[1] == 0, poll, form, self.takes[key], device, key[1] == last_stage
-            )
-            for key, form in self.forms.items()
-        }
 
 
 def find_forms(
@@ -91,7 +58,6 @@ def find_forms(
     given = input_spec(spec.data, spec.parallel.micro_batch_size, precision.compute)
     passed = BoundaryTensors((Boundary.even(given.shape, given.dtype, strips),), strips)
     forms: dict[StageKey, StripStage] = {}
-    takes: dict[StageKey, BoundaryTensors] = {}
     specs: list[tuple[TensorSpec, ...]] = []
     norm_ends: dict[str, tuple[int, ...]] = {}
     num_stages = len(stages.boundaries) - 1
@@ -103,7 +69,6 @@ def find_forms(
             form = forms[key] = _form(
                 zip(names, modules[key], strict=True), passed, least, is_training
             )
-            takes[key] = passed
         if form is None:
             built = stages.build([stage], spec.seed, precision, "meta")[stage]
             # `build` does not set layers without memory to compute in low precision
@@ -113,7 +78,7 @@ def find_forms(
         passed = BoundaryTensors(form.outputs, strips)
         if stage < num_stages - 1:
             specs += map(passed.specs, range(strips))
-    return StripForms(forms, takes, specs, norm_ends)
+    return StripForms(forms, specs, norm_ends)
 
 
 def find_evaluation_forms(

@@ -1,4 +1,4 @@
-"""A stage of whole micro-batches."""
+"""Stages of whole micro-batches, as they are or compiled."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from gems.autograd.compiled import compile_layers
 from gems.autograd.mixed import low_copies
 from gems.autograd.outputs import as_tuple, tensors_in
 from gems.autograd.split_backward.deferred import DeferredGradients
@@ -40,7 +41,6 @@ class WholeStage(Stage):
     def __init__(self, modules: nn.ModuleList, is_first: bool, poll: Callable[[], None]) -> None:
         self.modules = modules
         self.stash_bytes: int | None = None
-        self.input_bytes: int | None = None
         self.is_first = is_first
         self.poll = poll
         self._stash: dict[int, Stash] = {}
@@ -71,9 +71,10 @@ class WholeStage(Stage):
         deferred = DeferredGradients() if is_split else None
         with self._deferring_to(deferred):
             if self.stash_bytes is None:
+                self._prepare(leaves)
                 with StashMeter(self._known(leaves)) as meter:
                     outputs = self._run(leaves, loss)
-                self.stash_bytes, self.input_bytes = meter.saved_bytes, tensor_bytes(leaves)
+                self.stash_bytes = meter.saved_bytes
             else:
                 outputs = self._run(leaves, loss)
         self._stash[index] = Stash(leaves, gradient_edges(outputs), deferred)
@@ -160,6 +161,9 @@ class WholeStage(Stage):
         """Return the number of micro-batches whose backward is not complete."""
         return len(self._stash) + len(self._deferred)
 
+    def _prepare(self, inputs: Tensors) -> None:
+        """Change the layers before their first forward, whose memory is measured."""
+
     def _alike(self, index: int) -> int:
         """Return a number that is equal for indices that keep equally many bytes."""
         return 0
@@ -202,6 +206,24 @@ class WholeStage(Stage):
                 first.register_hook(lambda _: self.poll())  # type: ignore[no-untyped-call]
             polled_s = time.perf_counter()
         return as_tuple(output) if loss is None else (loss(output),)
+
+
+class CompiledStage(WholeStage):
+    """A stage whose layers torch.compile compiles on its first forward; its backward is whole."""
+
+    def __init__(
+        self,
+        modules: nn.ModuleList,
+        is_first: bool,
+        poll: Callable[[], None],
+        is_drawing: Callable[[nn.Module], bool],
+    ) -> None:
+        """Take also a function that tells which layers draw random numbers, and stay as they are."""
+        super().__init__(modules, is_first, poll)
+        self._is_drawing = is_drawing
+
+    def _prepare(self, inputs: Tensors) -> None:
+        compile_layers(list(self.modules), inputs, self._is_drawing)
 
 
 def gradient_edges(outputs: Sequence[Tensor]) -> tuple[GradientEdge | None, ...]:

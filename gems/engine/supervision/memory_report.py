@@ -31,7 +31,7 @@ def memory_report(rank: Rank, profile: Path | None = None) -> dict[str, Any]:
     predicted from the profile that the run was planned with, or from a fake profile. Peaks of
     strips are predicted on fake tensors.
     """
-    if rank.training.segments is not None or rank.plan.schedule.num_strips > 1:
+    if rank.train.store is not None or rank.plan.schedule.num_strips > 1:
         predicted = _bytes_from_profile(rank, profile)
     else:
         predicted = _bytes_from_stages(rank)

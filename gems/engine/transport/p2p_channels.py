@@ -174,7 +174,7 @@ class P2PChannels:
         self._staging.release(tensors)
 
     def hand_over(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Stop counting received tensors; their memory is not received into again."""
+        """Stop counting received tensors, whose memory belongs to another owner from now on."""
         self._recorder.count_bytes(-sum(tensor.nbytes for tensor in tensors))
 
     def num_gradients(self, stage: int) -> int:

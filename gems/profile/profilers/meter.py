@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +107,7 @@ def meter(call: LayerCall, workspace: Workspace | None = None) -> LayerMeter:
     inner, products = _inner(call, names)
     with LiveBytes(known, workspace) as live:
         run = Run(call)
-        with ConvolutionWatch(call.module) as watch, SavedStorages(watch) as saved:
+        with closing(ConvolutionWatch(call.module)) as watch, SavedStorages(watch) as saved:
             outputs = run.forward()
         forward_peak = live.peak_bytes
         described = _describe(outputs, run.values, saved, products)
@@ -217,7 +217,7 @@ def _inner(call: LayerCall, static: set[int]) -> tuple[tuple[Saved, ...], set[in
     state = RandomState(call.module, call.device)
     with (
         RecordMatmuls(products, state),
-        ConvolutionWatch(call.module) as watch,
+        closing(ConvolutionWatch(call.module)) as watch,
         SavedStorages(watch) as saved,
     ):
         outputs = run.forward()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from gems.autograd.cuts import Cut, begin
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.models import Layer, layers_of
 from gems.models.build import freeze, input_spec
@@ -28,7 +29,7 @@ from gems.profile.profilers.layers import answer
 from gems.profile.profilers.live_bytes import LiveBytes, SavedStorages, storage_of, unique_bytes
 from gems.profile.strip_profile import StripBytes, StripProfile
 from gems.profile.subject import Subject
-from gems.streaming.strip_sample import Cut, begin
+from gems.streaming.strip_run import RunMode
 from gems.streaming.strip_stage import Boundary, StripStage
 
 
@@ -265,7 +266,7 @@ class _Strips:
         ]
         draws = (lambda _: 0) if self._form.draws else None
         with SavedStorages() as saved:
-            outputs, kept = self._form.forward(strip, begun, kept_before, draws, deferred)
+            outputs, kept = self._form.forward(strip, begun, kept_before, RunMode(draws, deferred))
         made = [each for each in outputs if each is not None]
         by_loss = SavedStorages()
         loss = None
