@@ -8,7 +8,6 @@ from typing import Any
 from gems.cli.answers import case_facts, draw, picture_path
 from gems.cli.framework import Options, print_json
 from gems.config.constraints import check_memory
-from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.case import Exposure, MemoryCase, PlanOutcome, exposures
@@ -57,7 +56,7 @@ def show_memory(spec: RunSpec, options: Options) -> int:
     for name in names:
         memory = replace(spec.memory, name=name)
         try:
-            check_memory(replace(spec, memory=memory))
+            check_memory(memory, spec.machine, spec.schedule, spec.parallel.strips)
             outcomes.append(case.as_run(case.outcome(plan_of(memory, case))))
         except (ConfigError, DoesNotFitError) as error:
             if not is_comparison:
@@ -109,7 +108,7 @@ def _entry(
     return {
         "policy": outcome.plan.policy,
         "step_s": step_s,
-        "images_per_s": global_batch(spec) / step_s if step_s else None,
+        "images_per_s": spec.parallel.global_batch / step_s if step_s else None,
         "overhead": round(step_s / keeping_s - 1.0, 9) + 0.0 if keeping_s else None,
         "peak_bytes": peaks,
         "peak_activation_bytes": [rank.peak_activation_bytes for rank in outcome.ranks],

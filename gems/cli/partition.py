@@ -9,7 +9,6 @@ from typing import Any
 
 from gems.cli.answers import case_facts, draw, picture_path
 from gems.cli.framework import Options, print_json
-from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.partition.compare import PLAIN, EvaluatedPartition, compare, evaluate
 from gems.partition.max_model_size import RESOLUTION, max_model_sizes
@@ -83,7 +82,7 @@ def _entry(
         "peak_bytes": list(evaluated.peak_bytes),
         "reserved_bytes": list(case.reserved_bytes(found.boundaries)),
         "step_s": step_s,
-        "images_per_s": global_batch(spec) / step_s if step_s else None,
+        "images_per_s": spec.parallel.global_batch / step_s if step_s else None,
         "optimal": found.is_optimal,
         "bound": found.bound if is_exact else None,
         "gap": found.gap if is_exact else None,

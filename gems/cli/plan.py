@@ -14,7 +14,6 @@ from gems import __version__
 from gems.cli.framework import Options, print_json, whole_number
 from gems.config.compose import compose
 from gems.config.experiment_file import check_experiment, experiment_text, write_experiment
-from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.search.best_first import SearchResult
@@ -185,7 +184,7 @@ def _seconds(name: str, text: str) -> float:
 
 def _batches(text: str | None, spec: RunSpec, has_epochs: bool) -> list[int]:
     if text is None:
-        return [global_batch(spec)]
+        return [spec.parallel.global_batch]
     words = text.split(",")
     if len(words) > 1 and not has_epochs:
         raise ConfigError(

@@ -10,18 +10,26 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from gems.config.checkpoint_schema import check_schema
 from gems.config.cluster import CHARGED, CONTAINERS, ClusterConfig
+from gems.config.machine import MAX_WORLD, NCCL, ORDERED_TRANSPORTS, MachineConfig
 from gems.config.recipe import FIGURES_OF_TASK, METRICS, TABLES
 from gems.config.registries import POLICIES
-from gems.config.schema import MAX_FORWARDS, MAX_WORLD, NCCL, ORDERED_TRANSPORTS, RunSpec
-from gems.config.training import RESUME_AUTO, RESUME_FORCE, RESUME_NEVER
+from gems.config.schema import (
+    MAX_FORWARDS,
+    CostConfig,
+    MemoryConfig,
+    ParallelConfig,
+    RunSpec,
+    ScheduleConfig,
+)
+from gems.config.training import RESUME_AUTO, RESUME_FORCE, RESUME_NEVER, TrainConfig
 from gems.errors import ConfigError, one_of
-from gems.schedule import FAMILIES, PLACED, is_searched
+from gems.schedule import FROM_FILE, PLACED, is_searched
 from gems.schedule.costs import STAGE_BYTES, STAGE_SIZES, STAGE_TIMES, STRIP_LOADS
 
-PREDICTED = ("emulated", "simulated")
 SCHEDULES_OF_STAGES = "is for schedules of stages, and schedule=placed lays operators on ranks"
 METRIC_KEYS = ("name", "target", "kwargs", "path")
 STATE_DICTS = (".pt", ".pth", ".safetensors")
@@ -34,22 +42,25 @@ def check_constraints(spec: RunSpec) -> None:
     Raises:
         ConfigError: the first that does not suit another, is missing beside it, or excludes it.
     """
-    _refuse_first(_schedule_checks(spec))
-    check_memory(spec)
-    check_stages(spec.cost.stages)
-    _refuse_first(_machine_checks(spec))
-    _refuse_first(
-        [
-            (
-                spec.model.norm == "ghost_batch" and not spec.parallel.strips,
-                "parallel.strips",
-                0,
-                "leaves open how many strips there are, by which model.norm=ghost_batch normalizes",
-                "give their number",
-            )
-        ]
-    )
-    _check_train(spec)
+    cost, machine, memory = spec.cost, spec.machine, spec.memory
+    parallel, schedule = spec.parallel, spec.schedule
+    is_profiled = cost.from_layers or (is_searched(schedule.name) and machine.is_real)
+    _refuse_first(_size_checks(parallel, schedule))
+    _refuse_first(_cap_checks(schedule, memory, is_profiled, bool(cost.activation_bytes)))
+    if schedule.name == PLACED:
+        _refuse_first(_placed_checks(parallel, schedule, memory, cost))
+    check_memory(memory, machine, schedule, parallel.strips)
+    check_stages(cost.stages)
+    _refuse_first(_machine_checks(machine, cost.input_load, spec.world_size))
+    if spec.model.norm == "ghost_batch" and not parallel.strips:
+        raise ConfigError(
+            "parallel.strips",
+            0,
+            "leaves open how many strips there are, by which model.norm=ghost_batch normalizes",
+            "give their number",
+        )
+    _check_names(spec.metrics)
+    _check_train(spec.train)
     check_cluster(spec.cluster)
 
 
@@ -59,91 +70,173 @@ def _refuse_first(checks: Iterable[Check]) -> None:
             raise ConfigError(key, value, problem, advice)
 
 
-def check_memory(spec: RunSpec) -> None:
-    """Check the memory policy against machine and schedule.
+def _size_checks(parallel: ParallelConfig, schedule: ScheduleConfig) -> Iterator[Check]:
+    """Yield the limits of ranks, forwards and stages, and the file of schedule=file."""
+    partitions = parallel.partitions
+    num_stages = schedule.num_stages(partitions) or partitions
+    forwards = num_stages * (parallel.micro_batches or 1)
+    yield (
+        parallel.world_size > MAX_WORLD,
+        "parallel.replicas",
+        parallel.replicas,
+        f"times parallel.partitions={partitions} must be at most {MAX_WORLD} ranks",
+        "",
+    )
+    yield (
+        forwards > MAX_FORWARDS,
+        "parallel.micro_batches",
+        parallel.micro_batches,
+        f"times {num_stages} stages is {forwards} forwards in a step, and there may be {MAX_FORWARDS}",
+        "use fewer micro-batches, partitions or chunks",
+    )
+    yield (
+        schedule.max_stages is not None and schedule.max_stages < partitions,
+        "schedule.max_stages",
+        schedule.max_stages,
+        f"must be {partitions} or more, a stage for each partition",
+        "",
+    )
+    yield (
+        schedule.name == FROM_FILE and not schedule.path,
+        "schedule.path",
+        "null",
+        f"must be given for schedule={FROM_FILE}",
+        "a file of `gems schedule --json`",
+    )
+
+
+def _cap_checks(
+    schedule: ScheduleConfig, memory: MemoryConfig, is_profiled: bool, has_unit_bytes: bool
+) -> Iterator[Check]:
+    """Yield what a cap of activations needs, and the schedule that is searched under it."""
+    cap_bytes = schedule.activation_cap_bytes
+    is_under_policy = not memory.keeps and memory.target_reduction is None and is_profiled
+    yield (
+        schedule.activation_cap is not None and cap_bytes is not None,
+        "schedule.activation_cap",
+        schedule.activation_cap,
+        f"excludes schedule.activation_cap_bytes={cap_bytes}",
+        "give one of them",
+    )
+    yield (
+        cap_bytes is not None and not has_unit_bytes and not is_profiled,
+        "schedule.activation_cap_bytes",
+        cap_bytes,
+        "needs cost.activation_bytes, the bytes of one unit",
+        "give it, use cost=profile, or give schedule.activation_cap in units",
+    )
+    yield (
+        is_searched(schedule.name) and not schedule.has_cap and not is_under_policy,
+        "schedule.activation_cap",
+        "null",
+        f"must be given for schedule={schedule.name}",
+        "1 is what GEMS holds: one micro-batch on a rank's part of the model; or let memory=plan"
+        " decide",
+    )
+
+
+def _placed_checks(
+    parallel: ParallelConfig, schedule: ScheduleConfig, memory: MemoryConfig, cost: CostConfig
+) -> Iterator[Check]:
+    """Yield what schedule=placed excludes, and the ranks that it needs."""
+    for key, is_given, value in (
+        ("parallel.boundaries", parallel.boundaries is not None, parallel.boundaries),
+        ("parallel.strips", parallel.strips > 1, parallel.strips),
+        ("schedule.activation_cap", schedule.activation_cap is not None, schedule.activation_cap),
+        ("schedule.activation_cap_bytes", schedule.has_cap, schedule.activation_cap_bytes),
+        ("memory", not memory.keeps, memory.name),
+        ("cost", cost.name != CostConfig().name, cost.name),
+    ):
+        yield is_given, key, value, SCHEDULES_OF_STAGES, "leave it out"
+    few = "must be 2 or more for schedule=placed"
+    yield parallel.partitions < 2, "parallel.partitions", parallel.partitions, few, ""
+
+
+def check_memory(
+    memory: MemoryConfig, machine: MachineConfig, schedule: ScheduleConfig, strips: int
+) -> None:
+    """Check the memory policy against machine and schedule; open `strips` are checked when chosen.
 
     Raises:
         ConfigError: a policy without its limit, or one that the machine or the schedule cannot
         have.
     """
-    memory = spec.memory
-    machine = spec.machine
-    actions = spec.schedule.memory_actions
-    strips = spec.parallel.strips  # if still open, each number that is tried is checked
     if memory.keeps:
         return
-    policy = POLICIES[memory.name]
-    has_limit = memory.limit_bytes is not None or machine.device_bytes is not None
-    has_target = policy.takes_target and memory.target_reduction is not None
-    target = ", or memory.target_reduction" if policy.takes_target else ""
+    _refuse_first(_limit_checks(memory, machine))
+    if memory.policy.recomputes:
+        _refuse_first(_recompute_checks(memory, strips))
+    in_strips = (name for name, policy in POLICIES.items() if policy.in_strips)
     _refuse_first(
         [
             (
-                policy.needs_limit and not has_limit and not has_target,
-                "memory.limit_bytes",
-                "null",
-                f"must be given for memory={memory.name}",
-                f"give it, a machine of known memory (machine.device_bytes){target}",
-            ),
-            (
-                not machine.is_real,
-                "memory",
-                memory.name,
-                f"needs a profile of real layers, and machine.kind={machine.kind} has none",
-                "use memory=keep, or a machine of kind real",
-            ),
-            (
-                memory.name == "recompute"
-                and memory.offload_inputs
-                and memory.recompute == "selective",
-                "memory.offload_inputs",
-                "true",
-                "needs memory.recompute=segment or stage, and it is selective",
-                "what selected layers keep stays on the device",
-            ),
-            (
-                strips > 1 and not policy.in_strips,
+                strips > 1 and not memory.policy.in_strips,
                 "memory",
                 memory.name,
                 f"cannot plan parallel.strips={strips}",
-                (
-                    f"use {' or '.join(sorted(name for name, each in POLICIES.items() if each.in_strips))}"
-                ),
+                f"use {' or '.join(sorted(in_strips))}",
             ),
             (
-                strips > 1
-                and memory.name == "recompute"
-                and (memory.recompute == "selective" or memory.segments is not None),
-                "memory.recompute",
-                memory.recompute,
-                "acts on parts of a stage, and a strip of a stage is recomputed as one",
-                "set memory.recompute=strip, and leave memory.segments out",
-            ),
-            (
-                strips == 1 and memory.name == "recompute" and memory.recompute == "strip",
-                "memory.recompute",
-                "strip",
-                "needs parallel.strips above 1",
-                "set it, or memory.recompute=stage",
-            ),
-            (
-                strips > 1
-                and is_searched(spec.schedule.name)
-                and spec.schedule.activation_cap is None
-                and spec.schedule.activation_cap_bytes is None,
+                strips > 1 and is_searched(schedule.name) and not schedule.has_cap,
                 "schedule.activation_cap",
                 "null",
-                f"must be given for schedule={spec.schedule.name} in strips",
+                f"must be given for schedule={schedule.name} in strips",
                 "give it, or another schedule",
             ),
             (
-                actions,
+                schedule.memory_actions,
                 "memory",
                 memory.name,
-                f"excludes schedule.memory_actions={list(actions)}",
+                f"excludes schedule.memory_actions={list(schedule.memory_actions)}",
                 "let either the schedule's search or the policy choose what leaves the device",
             ),
         ]
+    )
+
+
+def _limit_checks(memory: MemoryConfig, machine: MachineConfig) -> Iterator[Check]:
+    policy = memory.policy
+    has_limit = memory.limit_bytes is not None or machine.device_bytes is not None
+    has_target = policy.takes_target and memory.target_reduction is not None
+    target = ", or memory.target_reduction" if policy.takes_target else ""
+    yield (
+        policy.needs_limit and not has_limit and not has_target,
+        "memory.limit_bytes",
+        "null",
+        f"must be given for {memory.choice}",
+        f"give it, a machine of known memory (machine.device_bytes){target}",
+    )
+    yield (
+        not machine.is_real,
+        "memory",
+        memory.name,
+        f"needs a profile of real layers, and machine.kind={machine.kind} has none",
+        "use memory=keep, or a machine of kind real",
+    )
+
+
+def _recompute_checks(memory: MemoryConfig, strips: int) -> Iterator[Check]:
+    how = memory.recompute
+    yield (
+        memory.offload_inputs and how == "selective",
+        "memory.offload_inputs",
+        "true",
+        "needs memory.recompute=segment or stage, and it is selective",
+        "what selected layers keep stays on the device",
+    )
+    yield (
+        strips > 1 and (how == "selective" or memory.segments is not None),
+        "memory.recompute",
+        how,
+        "acts on parts of a stage, and a strip of a stage is recomputed as one",
+        "set memory.recompute=strip, and leave memory.segments out",
+    )
+    yield (
+        strips == 1 and how == "strip",
+        "memory.recompute",
+        how,
+        "needs parallel.strips above 1",
+        "set it, or memory.recompute=stage",
     )
 
 
@@ -203,77 +296,65 @@ def check_cluster(cluster: ClusterConfig) -> None:
     Raises:
         ConfigError: the first that does not suit another.
     """
-    order = cluster.device_order
-    image = cluster.container_image
-    rate = cluster.charge_rate
-    _refuse_first(
-        [
-            (
-                order and sorted(order) != list(range(len(order))),
-                "cluster.device_order",
-                order,
-                f"must hold each of 0 to {len(order) - 1} once",
-                "as in [3,2,1,0]",
-            ),
-            (
-                order and len(order) != cluster.gpus_per_node,
-                "cluster.device_order",
-                order,
-                f"must list the {cluster.gpus_per_node} GPUs of a node",
-                "change it, or cluster.gpus_per_node",
-            ),
-            (
-                image is not None and cluster.container == "none",
-                "cluster.container_image",
-                image,
-                "needs a container runtime",
-                f"set cluster.container: {', '.join(CONTAINERS[1:])}",
-            ),
-            (
-                image is not None
-                and cluster.container in ("pyxis", "uenv")
-                and cluster.launcher != "srun",
-                "cluster.container",
-                cluster.container,
-                f"is a plug-in of srun, not of {cluster.launcher}",
-                "use apptainer",
-            ),
-            (
-                rate is not None and cluster.charge_per is None,
-                "cluster.charge_per",
-                "null",
-                f"must be given beside cluster.charge_rate={rate or 0:g}",
-                one_of(CHARGED),
-            ),
-            (
-                cluster.elastic != sorted({*cluster.elastic}, reverse=True),
-                "cluster.elastic",
-                cluster.elastic,
-                "must be numbers of nodes, each smaller than the one before",
-                "as in [8,6,4]",
-            ),
-            *(
-                (
-                    bool(value) and cluster.launcher != "srun",
-                    f"cluster.{name}",
-                    value,
-                    f"needs cluster.launcher=srun, and it is {cluster.launcher}",
-                    "leave it out",
-                )
-                for name, value in (
-                    ("elastic", cluster.elastic),
-                    ("spare_nodes", cluster.spare_nodes),
-                    ("check_nodes", cluster.check_nodes),
-                )
-            ),
-        ]
-    )
+    _refuse_first(_cluster_checks(cluster))
+    for key in () if cluster.launcher == "srun" else ("elastic", "spare_nodes", "check_nodes"):
+        if value := getattr(cluster, key):
+            problem = f"needs cluster.launcher=srun, and it is {cluster.launcher}"
+            raise ConfigError(f"cluster.{key}", value, problem, "leave it out")
     for number, limit in enumerate(cluster.limits):
         if limit.max_nodes is not None and limit.max_nodes < limit.min_nodes:
             key = f"cluster.limits[{number}].max_nodes"
             raise ConfigError(
                 key, limit.max_nodes, f"must be {limit.min_nodes} or more, the row's min_nodes"
             )
+
+
+def _cluster_checks(cluster: ClusterConfig) -> Iterator[Check]:
+    order = cluster.device_order
+    image = cluster.container_image
+    rate = cluster.charge_rate
+    yield (
+        order and sorted(order) != list(range(len(order))),
+        "cluster.device_order",
+        order,
+        f"must hold each of 0 to {len(order) - 1} once",
+        "as in [3,2,1,0]",
+    )
+    yield (
+        order and len(order) != cluster.gpus_per_node,
+        "cluster.device_order",
+        order,
+        f"must list the {cluster.gpus_per_node} GPUs of a node",
+        "change it, or cluster.gpus_per_node",
+    )
+    yield (
+        image is not None and cluster.container == "none",
+        "cluster.container_image",
+        image,
+        "needs a container runtime",
+        f"set cluster.container: {', '.join(CONTAINERS[1:])}",
+    )
+    yield (
+        image is not None and cluster.container in ("pyxis", "uenv") and cluster.launcher != "srun",
+        "cluster.container",
+        cluster.container,
+        f"is a plug-in of srun, not of {cluster.launcher}",
+        "use apptainer",
+    )
+    yield (
+        rate is not None and cluster.charge_per is None,
+        "cluster.charge_per",
+        "null",
+        f"must be given beside cluster.charge_rate={rate or 0:g}",
+        one_of(CHARGED),
+    )
+    yield (
+        cluster.elastic != sorted({*cluster.elastic}, reverse=True),
+        "cluster.elastic",
+        cluster.elastic,
+        "must be numbers of nodes, each smaller than the one before",
+        "as in [8,6,4]",
+    )
 
 
 def check_boundaries(
@@ -300,126 +381,27 @@ def check_boundaries(
     return boundaries
 
 
-def _schedule_checks(spec: RunSpec) -> Iterator[Check]:
-    """Yield what a schedule that fits the host's memory, and its search, need."""
-    schedule = spec.schedule
-    cost = spec.cost
-    parallel = spec.parallel
-    cap = schedule.activation_cap
-    cap_bytes = schedule.activation_cap_bytes
-    max_stages = schedule.max_stages
-    partitions = parallel.partitions
-    family = FAMILIES.get(schedule.name)
-    num_stages = partitions * (family.stages(schedule.chunks) if family else 1)
-    forwards = num_stages * (parallel.micro_batches or 1)
-    has_cap = cap is not None or cap_bytes is not None
-    is_profiled = cost.from_layers or (is_searched(schedule.name) and spec.machine.is_real)
-    memory = spec.memory
-    is_under_policy = not memory.keeps and memory.target_reduction is None and is_profiled
-    yield from (
-        (
-            spec.world_size > MAX_WORLD,
-            "parallel.replicas",
-            parallel.replicas,
-            f"times parallel.partitions={partitions} must be at most {MAX_WORLD} ranks",
-            "",
-        ),
-        (
-            forwards > MAX_FORWARDS,
-            "parallel.micro_batches",
-            parallel.micro_batches,
-            (
-                f"times {num_stages} stages is {forwards} forwards in a step, and there may be"
-                f" {MAX_FORWARDS}"
-            ),
-            "use fewer micro-batches, partitions or chunks",
-        ),
-        (
-            max_stages is not None and max_stages < partitions,
-            "schedule.max_stages",
-            max_stages,
-            f"must be {partitions} or more, a stage for each partition",
-            "",
-        ),
-        (
-            cap is not None and cap_bytes is not None,
-            "schedule.activation_cap",
-            cap,
-            f"excludes schedule.activation_cap_bytes={cap_bytes}",
-            "give one of them",
-        ),
-        (
-            cap_bytes is not None and not cost.activation_bytes and not is_profiled,
-            "schedule.activation_cap_bytes",
-            cap_bytes,
-            "needs cost.activation_bytes, the bytes of one unit",
-            "give it, use cost=profile, or give schedule.activation_cap in units",
-        ),
-        (
-            is_searched(schedule.name) and not has_cap and not is_under_policy,
-            "schedule.activation_cap",
-            "null",
-            f"must be given for schedule={schedule.name}",
-            (
-                "1 is what GEMS holds: one micro-batch on a rank's part of the model; or let"
-                " memory=plan decide"
-            ),
-        ),
-        (
-            schedule.name == "file" and not schedule.path,
-            "schedule.path",
-            "null",
-            "must be given for schedule=file",
-            "a file of `gems schedule --json`",
-        ),
-    )
-    if schedule.name != PLACED:
-        return
-    for key, value, usual in (
-        ("parallel.boundaries", parallel.boundaries, None),
-        ("parallel.strips", parallel.strips or 1, 1),
-        ("schedule.activation_cap", cap, None),
-        ("schedule.activation_cap_bytes", cap_bytes, None),
-        ("memory", spec.memory.name, "keep"),
-        ("cost", cost.name, "uniform"),
-    ):
-        yield value != usual, key, value, SCHEDULES_OF_STAGES, "leave it out"
-    yield (
-        partitions < 2,
-        "parallel.partitions",
-        partitions,
-        "must be 2 or more for schedule=placed",
-        "",
-    )
-
-
-def _machine_checks(spec: RunSpec) -> Iterator[Check]:
-    """Yield what the straggler and the input load need, which only an emulated or simulated machine has, and links."""
-    machine = spec.machine
-    slow = spec.machine.slow_rank
+def _machine_checks(machine: MachineConfig, input_load: float, world_size: int) -> Iterator[Check]:
+    """Yield what only an emulated or simulated machine has, and what links and a slow rank need."""
+    slow = machine.slow_rank
+    problem = f"is for a machine without devices, and machine.kind={machine.kind} has its own times"
     for key, value, default in (
         ("machine.slow_rank", slow, None),
         ("machine.slowdown", machine.slowdown, 1.0),
-        ("cost.input_load", spec.cost.input_load, 0.0),
+        ("cost.input_load", input_load, 0.0),
     ):
-        problem = (
-            f"is for a machine without devices, and machine.kind={machine.kind} has its own times"
-        )
-        is_wrong = value != default and machine.kind not in PREDICTED
+        is_wrong = value != default and (machine.is_real or machine.is_probe)
         yield is_wrong, key, value, problem, "use machine=emulated or machine=simulated"
     transport = machine.transport
-    by_groups = transport in ORDERED_TRANSPORTS
-    problem = "is for ranks with devices, and emulated messages are MPI's"
     yield (
-        by_groups and machine.kind == "emulated",
+        machine.is_emulated and transport in ORDERED_TRANSPORTS,
         "machine.transport",
         transport,
-        problem,
+        "is for ranks with devices, and emulated messages are MPI's",
         "leave it out",
     )
-    without_gpu = transport == NCCL and machine.device == "cpu"
     yield (
-        without_gpu,
+        transport == NCCL and machine.device == "cpu",
         "machine.transport",
         transport,
         "needs GPUs, and machine.device=cpu has none",
@@ -428,12 +410,12 @@ def _machine_checks(spec: RunSpec) -> Iterator[Check]:
     slowdown = machine.slowdown
     needs = "needs machine.slow_rank, the rank that is slow"
     yield slow is None and slowdown != 1, "machine.slowdown", slowdown, needs, ""
-    below = f"must be below the world size, {spec.world_size} ranks"
-    yield slow is not None and slow >= spec.world_size, "machine.slow_rank", slow, below, ""
+    below = f"must be below the world size, {world_size} ranks"
+    yield slow is not None and slow >= world_size, "machine.slow_rank", slow, below, ""
 
 
-def _check_metrics(spec: RunSpec) -> None:
-    for name, options in spec.metrics.items():
+def _check_names(metrics: Mapping[str, Any]) -> None:
+    for name, options in metrics.items():
         key = f"metrics.{name}"
         if not isinstance(options, dict):
             raise ConfigError(
@@ -451,17 +433,17 @@ def _check_metrics(spec: RunSpec) -> None:
             )
 
 
-def check_metrics(spec: RunSpec, task: str) -> None:
+def check_metrics(metrics: Mapping[str, Any], monitor: str | None, task: str) -> None:
     """Check the metrics of a run and train.monitor against the task of its data.
 
     Raises:
         ConfigError: a metric that is none or for another task, or a monitor that validation gives
         no number of.
     """
-    _check_metrics(spec)
+    _check_names(metrics)
     figures = list(FIGURES_OF_TASK[task])
     own = []
-    for name, options in spec.metrics.items():
+    for name, options in metrics.items():
         kind = str(options.get("name", name))
         if options.get("target"):
             own.append(name)
@@ -470,7 +452,6 @@ def check_metrics(spec: RunSpec, task: str) -> None:
             raise ConfigError(f"metrics.{name}", kind, text, f"data.task is {task}")
         elif kind not in TABLES:
             figures.append(kind)
-    monitor = spec.train.monitor
     if monitor is None:
         return
     figure = monitor.removeprefix("validation_")
@@ -486,10 +467,8 @@ def check_metrics(spec: RunSpec, task: str) -> None:
         raise ConfigError("train.monitor", monitor, one_of([*figures, *own]), advice)
 
 
-def _check_train(spec: RunSpec) -> None:
-    _check_metrics(spec)
-    train = spec.train
-    resume = spec.train.resume
+def _check_train(train: TrainConfig) -> None:
+    resume = train.resume
     if train.validate_steps is not None and train.validate_epochs is not None:
         raise ConfigError(
             "train.validate_epochs",

@@ -101,12 +101,8 @@ class Rule:
             valid = list(self.choices())
             if value not in valid:
                 shown = key if key == "data.name" else key.removesuffix(".name")
-                raise ConfigError(
-                    shown,
-                    value,
-                    one_of(valid),
-                    f"{self.help}; did you mean {nearest(value, valid, 1)[0]}?",
-                )
+                hint = "".join(f"; did you mean {name}?" for name in nearest(value, valid, 1))
+                raise ConfigError(shown, value, one_of(valid), f"{self.help}{hint}")
         elif isinstance(value, str):
             try:
                 data = value.encode()

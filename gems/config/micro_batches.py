@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gems.config.schema import ParallelConfig, RunSpec
+from gems.config.schema import ParallelConfig
 from gems.errors import ConfigError
 from gems.schedule import FAMILIES
 
 
-def resolve_micro_batches(spec: RunSpec) -> ParallelConfig:
+def resolve_micro_batches(parallel: ParallelConfig, schedule: str) -> ParallelConfig:
     """Derive replications, parts and micro-batches, their product, from those given (GEMS: 2 replications or more)."""
-    parallel = spec.parallel
-    family = FAMILIES.get(spec.schedule.name)
+    family = FAMILIES.get(schedule)
     is_gems = family is not None and family.has_runs
     total = parallel.micro_batches
     runs = parallel.replications
     parts = parallel.parts
-    if spec.schedule.name == "gems_mast":
+    if schedule == "gems_mast":
         if runs not in (None, 2):
             raise ConfigError(
                 "parallel.replications",
@@ -31,7 +30,7 @@ def resolve_micro_batches(spec: RunSpec) -> ParallelConfig:
             raise ConfigError(
                 "parallel.micro_batches",
                 total,
-                f"must be even for {spec.schedule.name}: half run in each direction",
+                f"must be even for {schedule}: half run in each direction",
                 f"use {total - 1} or {total + 1}" if total > 1 else "use 2",
             )
         if runs is None:
@@ -54,7 +53,7 @@ def resolve_micro_batches(spec: RunSpec) -> ParallelConfig:
         raise ConfigError(
             "parallel.replications",
             runs,
-            f"must be even for {spec.schedule.name}: the two directions take turns",
+            f"must be even for {schedule}: the two directions take turns",
             f"use {runs + 1}, or change parallel.micro_batches or parallel.parts",
         )
     return replace(parallel, micro_batches=total, replications=runs, parts=parts)

@@ -11,7 +11,7 @@ from gems.config.constraints import check_constraints
 from gems.config.fields import check_fields, keys
 from gems.config.micro_batches import resolve_micro_batches
 from gems.config.registries import DATASETS, RESOLVERS
-from gems.config.schema import RunSpec
+from gems.config.schema import ClusterConfig, DataConfig, ParallelConfig, RunSpec
 from gems.config.training import RESUME_AUTO, RESUME_FORCE, RESUME_NEVER
 from gems.errors import ConfigError
 from gems.utils.registry import load_plugins, plugin_folder
@@ -46,9 +46,9 @@ def resolve(spec: RunSpec) -> RunSpec:
     spec = _resolve_targets(spec)
     for resolver in RESOLVERS.values():
         spec = resolver(spec)
-    parallel = resolve_micro_batches(spec)
-    check_constraints(replace(spec, parallel=parallel))
-    return _resolve_nodes(replace(spec, parallel=parallel))
+    spec = replace(spec, parallel=resolve_micro_batches(spec.parallel, spec.schedule.name))
+    check_constraints(spec)
+    return replace(spec, cluster=_resolve_nodes(spec.cluster, spec.world_size))
 
 
 def _resolve_targets(spec: RunSpec) -> RunSpec:
@@ -76,12 +76,6 @@ def _resolve_targets(spec: RunSpec) -> RunSpec:
     return replace(spec, metrics=metrics, **changed)
 
 
-def global_batch(spec: RunSpec) -> int:
-    """Return the samples of one optimizer step of a resolved run, over all micro-batches, directions and replicas."""
-    parallel = spec.parallel
-    return parallel.replicas * (parallel.micro_batches or 0) * parallel.micro_batch_size
-
-
 def run_id(spec: RunSpec) -> str:
     """Return 8 hexadecimal digits of the values of a resolved run that differ from the schema's defaults.
 
@@ -101,14 +95,13 @@ def run_id(spec: RunSpec) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def check_gpus(spec: RunSpec) -> None:
+def check_gpus(parallel: ParallelConfig) -> None:
     """Check that a run uses as many GPUs as parallel.gpus, if that is given.
 
     Raises:
         ConfigError: it uses more or fewer.
     """
-    parallel = spec.parallel
-    if parallel.gpus not in (None, spec.world_size):
+    if parallel.gpus not in (None, parallel.world_size):
         raise ConfigError(
             "parallel.gpus",
             parallel.gpus,
@@ -118,47 +111,37 @@ def check_gpus(spec: RunSpec) -> None:
         )
 
 
-def check_batch(spec: RunSpec) -> None:
-    """Check that the data has the samples of one step of a resolved run.
-
-    Only a real machine reads them.
+def check_batch(data: DataConfig, batch: int) -> None:
+    """Check that the data has the samples of one step of a run that reads them.
 
     Raises:
         ConfigError: it has fewer.
     """
-    if not spec.machine.is_real:
-        return
-    data = spec.data
     counts_itself = data.target is not None or DATASETS[data.name].counts_itself
-    if global_batch(spec) > data.train_samples and not counts_itself:
+    if batch > data.train_samples and not counts_itself:
         raise ConfigError(
             "data.train_samples",
             data.train_samples,
-            f"must be {global_batch(spec)} or more, the samples of one step",
+            f"must be {batch} or more, the samples of one step",
             "use more samples, or fewer micro-batches or replicas",
         )
 
 
-def _resolve_nodes(spec: RunSpec) -> RunSpec:
-    cluster = spec.cluster
+def _resolve_nodes(cluster: ClusterConfig, world_size: int) -> ClusterConfig:
     per_node = cluster.ranks_per_node or cluster.gpus_per_node or None
     if per_node is None and cluster.usable_cpus_per_node is not None:
         per_node = max(1, cluster.usable_cpus_per_node // cluster.cpus_per_rank)
     nodes = cluster.nodes
     if nodes is None:
-        nodes = (
-            1
-            if per_node is None or spec.world_size <= per_node
-            else -(-spec.world_size // per_node)
-        )
+        nodes = -(-world_size // (per_node or world_size))
     if per_node is None or cluster.ranks_per_node is None:
-        per_node = min(per_node or spec.world_size, -(-spec.world_size // nodes))
-    if nodes * per_node != spec.world_size:
+        per_node = min(per_node or world_size, -(-world_size // nodes))
+    if nodes * per_node != world_size:
         raise ConfigError(
             "cluster.nodes",
             nodes,
             f"times {per_node} ranks a node must be the world size, partitions x replicas ="
-            f" {spec.world_size}",
+            f" {world_size}",
             "change cluster.nodes, cluster.ranks_per_node, parallel.partitions or"
             " parallel.replicas",
         )
@@ -168,4 +151,4 @@ def _resolve_nodes(spec: RunSpec) -> RunSpec:
             per_node,
             f"must be at most cluster.gpus_per_node={cluster.gpus_per_node}: one GPU a rank",
         )
-    return replace(spec, cluster=replace(cluster, nodes=nodes, ranks_per_node=per_node))
+    return replace(cluster, nodes=nodes, ranks_per_node=per_node)

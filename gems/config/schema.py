@@ -12,6 +12,8 @@ from typing import Any
 
 from gems.config.cluster import ClusterConfig as ClusterConfig
 from gems.config.fields import build, choice, flag, number, text, with_new_names
+from gems.config.machine import MAX_WORLD
+from gems.config.machine import MachineConfig as MachineConfig
 from gems.config.recipe import TASKS
 from gems.config.recipe import BenchmarkConfig as BenchmarkConfig
 from gems.config.recipe import LossConfig as LossConfig
@@ -26,12 +28,7 @@ NORMALIZATIONS = ("fixed", "imagenet", "computed", "none")
 RECOMPUTES = ("stage", "segment", "selective", "strip")
 RECLAIMS = ("first", "size")
 OBJECTIVES = ("auto", "peak_bytes", "rank_time", "time")
-DEVICES = ("auto", "cpu", "cuda")
-ORDERED_TRANSPORTS = NCCL, GLOO = "nccl", "gloo"  # which match messages by their order
-TRANSPORTS = ("auto", "mpi", "host", *ORDERED_TRANSPORTS)
-MACHINES = ("real", "emulated", "simulated", "probe")
 PROFILES = ("fake", "measured", "incremental")
-MAX_WORLD = 2**20
 # F actions of a step: a schedule of so many is made and validated within minutes.
 MAX_FORWARDS = 2**19
 MAX_LAYERS = 10**5
@@ -290,6 +287,16 @@ class ParallelConfig:
         None, "GPUs that a plan may spend and a run must use", min=1, max=MAX_WORLD, in_run_id=False
     )
 
+    @property
+    def world_size(self) -> int:
+        """Number of MPI processes: partitions x replicas."""
+        return self.partitions * self.replicas
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one step of a resolved run, over all micro-batches and replicas."""
+        return self.replicas * (self.micro_batches or 0) * self.micro_batch_size
+
 
 @dataclass(slots=True)
 class ScheduleConfig:
@@ -319,6 +326,16 @@ class ScheduleConfig:
     max_stages: int | None = number(None, "stages that a search may make", min=1, max=MAX_LAYERS)
     budget_s: float = number(5.0, "seconds of a search for a schedule", above=0)
     path: str | None = text(None, "file of schedule=file, from `gems schedule --json`")
+
+    @property
+    def has_cap(self) -> bool:
+        """Whether the activations of a rank are capped."""
+        return self.activation_cap is not None or self.activation_cap_bytes is not None
+
+    def num_stages(self, partitions: int) -> int:
+        """Return the stages of a pipeline; 0 if only its search or its file tells them."""
+        family = FAMILIES.get(self.name)
+        return partitions * family.stages(self.chunks) if family else 0
 
 
 @dataclass(slots=True)
@@ -420,6 +437,16 @@ class MemoryConfig:
         """Whether activations stay where they are, so that only the partition makes room."""
         return self.name == "keep"
 
+    @property
+    def policy(self) -> Any:
+        """The `MemoryPolicy` of the name."""
+        return POLICIES[self.name]
+
+    @property
+    def choice(self) -> str:
+        """The override that chooses the policy, for messages."""
+        return f"memory={self.name}"
+
 
 @dataclass(slots=True)
 class CostConfig:
@@ -458,112 +485,6 @@ class CostConfig:
     def from_layers(self) -> bool:
         """Whether the times of steps are those of the model's layers, and not the keys above."""
         return COSTS[self.name].times is not None
-
-
-@dataclass(slots=True)
-class MachineConfig:
-    """What a rank computes on, and how its messages travel.
-
-    The defaults are one core of a server's processor.
-    """
-
-    name: str = text("auto", "name of the machine in reports")
-    kind: str = choice(
-        "real",
-        MACHINES,
-        "real; emulated: compute is a timed wait, messages are real; simulated: nothing runs; "
-        "probe: each rank checks its place and ends",
-    )
-    device: str = choice("auto", DEVICES, "device of a rank; auto: its GPU if there is one")
-    threads_per_rank: int = number(
-        1, "threads of a rank's compute on a processor", min=1, max=2**12
-    )
-    deterministic: bool = flag(
-        False, "let a GPU compute the same bits in each run; what has no such kernel fails"
-    )
-    cudnn_benchmark: bool = flag(
-        False, "let cuDNN time its kernels for each shape once, and take the fastest"
-    )
-    tf32: bool | None = flag(
-        None, "round float32 convolutions and products to TF32; null: as torch, convolutions only"
-    )
-    channels_last: bool = flag(
-        False, "keep images, maps and weights in torch.channels_last, between ranks too"
-    )
-    transport: str = choice(
-        "auto", TRANSPORTS, "what carries messages; auto: MPI, from a GPU's memory if it can"
-    )
-    link_latency_s: float = number(
-        0.0, "latency of a message; with machine.ranks_per_node, of one between nodes"
-    )
-    link_bytes_per_s: float | None = number(
-        None,
-        "rate of a link; with machine.ranks_per_node, of one between nodes; null: no time per byte",
-        above=0,
-    )
-    ranks_per_node: int | None = number(
-        None, "ranks of a node, which have links of their own", min=1, max=MAX_WORLD
-    )
-    node_latency_s: float = number(0.0, "latency of a message inside a node")
-    node_bytes_per_s: float | None = number(
-        None, "rate of a link inside a node; null: no time per byte", above=0
-    )
-    contention: bool = flag(
-        False, "let a rank's messages pass one at a time each way, and a node's through one link"
-    )
-    slow_rank: int | None = number(
-        None, "world rank that is a straggler, emulated or simulated", max=MAX_WORLD
-    )
-    slowdown: float = number(1.0, "how many times longer machine.slow_rank computes", min=1)
-    device_bytes: int | None = number(None, "memory of a device", min=1)
-    library_bytes: int | None = number(
-        None,
-        "what cuBLAS and cuDNN hold of a device for each rank; null: as profile=measured found on a"
-        " GPU, else 0",
-        in_run_id=False,
-    )
-    host_bytes: int | None = number(
-        None, "host memory of a node for the activations of its ranks together", min=1
-    )
-    d2h_bytes_per_s: float = number(5e9, "rate of pinned copies out of a device", above=0)
-    h2d_bytes_per_s: float = number(5e9, "rate of pinned copies to a device", above=0)
-    flops_per_s: float = number(
-        6e10, "rate in float32, as torch's convolutions compute it", above=0
-    )
-    bfloat16_flops_per_s: float | None = number(
-        None, "rate in bfloat16; null: the device has none", above=0
-    )
-    float64_flops_per_s: float | None = number(
-        None, "rate in float64; null: half that of float32", above=0
-    )
-    memory_bytes_per_s: float = number(1e10, "rate of the device's memory", above=0)
-    efficiency: float = number(
-        1.0, "share of the rates that kernels reach, for times of profile=fake", above=0
-    )
-    noise: float = number(
-        0.0,
-        "relative standard deviation of a compute's time, drawn by seed in predictions",
-        max=0.5,
-    )
-    pace_factor: float | None = number(
-        None,
-        "how many times longer layers take in a run than alone (profile=measured); null: as"
-        " calibrated here",
-        above=0,
-        in_run_id=False,
-    )
-    pace_pass_s: float = number(
-        0.0, "host time of each layer's pass beside, with machine.pace_factor", in_run_id=False
-    )
-    calibrated_from: str | None = text(None, "what the figures were measured on")
-    held_out_error: float | None = number(
-        None, "median error of step times predicted for runs not used to calibrate"
-    )
-
-    @property
-    def is_real(self) -> bool:
-        """Whether ranks compute the model's layers."""
-        return self.kind == "real"
 
 
 @dataclass(slots=True)
@@ -629,7 +550,7 @@ class RunSpec:
     @property
     def world_size(self) -> int:
         """Number of MPI processes: partitions x replicas."""
-        return self.parallel.partitions * self.parallel.replicas
+        return self.parallel.world_size
 
     def to_dict(self) -> dict[str, Any]:
         """Return the nested plain dictionary that run.yaml holds."""

@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, default_convert
 from torch.utils.data import Dataset as TorchDataset
 
-from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.data import Dataset, open_dataset
 from gems.data.dataset import batch_indices, micro_batch_slice
@@ -162,7 +161,7 @@ class BatchLoader:
         """Return what this rank reads in a training step."""
         parallel = self._spec.parallel
         samples = batch_indices(
-            self._data.num_train, self._spec.seed, step, global_batch(self._spec)
+            self._data.num_train, self._spec.seed, step, self._spec.parallel.global_batch
         )
         size = parallel.micro_batch_size
         number = parallel.micro_batches or 1

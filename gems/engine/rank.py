@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from gems.config.resolve import global_batch
 from gems.engine.device import DTYPES, seed_generators
 from gems.engine.executor import Executor, Training
 from gems.engine.loss import StepWeight, SummedLoss
@@ -79,7 +78,7 @@ class Rank:
         dtype = DTYPES[spec.train.dtype]
         like = stages.of_model.output(spec, dtype)
         loss = SummedLoss(spec.loss, spec.data, dtype, device, like)
-        step_weight = StepWeight(loss, global_batch(spec), connections.labels)
+        step_weight = StepWeight(loss, spec.parallel.global_batch, connections.labels)
         training = Training(loss, step_weight, update, stages.begin_draws)
         train = Executor(plan.schedule, index, running, channels, recorder, heartbeat, training)
         forward, evaluated, specs = stages.for_evaluation(running, channels.poll, trains)

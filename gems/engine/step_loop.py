@@ -14,7 +14,6 @@ import numpy as np
 from mpi4py import __version__ as mpi4py_version
 
 from gems import __version__
-from gems.config.resolve import global_batch
 from gems.engine.checkpoint.resume import find_start
 from gems.engine.checkpoint.saver import Saver
 from gems.engine.progress import Progress
@@ -103,7 +102,7 @@ class SteppedRun(ABC):
     def run_steps(self) -> bool:
         """Run the steps that are left; return whether the run stops on request; collective."""
         spec = self.plan.spec
-        images = global_batch(spec)
+        images = spec.parallel.global_batch
         first = self.start.step
         with contextlib.ExitStack() as stack:
             progress = None

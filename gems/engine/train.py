@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from gems.config.resolve import global_batch
 from gems.data import task_of
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.checkpoint import weights
@@ -98,7 +97,7 @@ class TrainingRun(SteppedRun):
         self._monitor = Monitor(rank.device, spec.train.sample_interval_s)
         self._picture = Predictions(rank.training.loss.scores)
         self._measured: Values = {}
-        steps_per_epoch = max(1, self.loader.num_train // global_batch(spec))
+        steps_per_epoch = max(1, self.loader.num_train // spec.parallel.global_batch)
         self._validator = Validator(
             spec.train, folder, rank.comm, part, steps_per_epoch, self.start.step, self
         )

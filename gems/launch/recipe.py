@@ -9,7 +9,6 @@ from dataclasses import asdict
 from importlib import import_module
 
 from gems.config.recipe import LrSchedulerConfig
-from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.models import num_outputs
 from gems.utils.cache import cached
@@ -73,7 +72,7 @@ def _key(spec: RunSpec) -> str:
         *(asdict(part) for part in (spec.model, spec.data, spec.loss, spec.lr_scheduler)),
     ]
     is_constant = spec.lr_scheduler == LrSchedulerConfig()
-    length = None if is_constant else (spec.train.steps, global_batch(spec))
+    length = None if is_constant else (spec.train.steps, spec.parallel.global_batch)
     hashes = [source_of(target, path) for target, path in _own_code(spec)]
     return repr(
         (

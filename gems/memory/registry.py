@@ -33,7 +33,8 @@ class MemoryPolicy:
     keeps the limit. One that `needs_limit` must know how much a device has; of one that
     `takes_target` memory.target_reduction may replace it. `quick_ways` and `slow_ways` are values
     of memory.recompute with which `gems plan` tries it, by what one evaluation takes ("" for a
-    policy that does not read it). One that runs `in_strips` then chooses by stage.
+    policy that does not read it). One that runs `in_strips` then chooses by stage. One that
+    `recomputes` reads memory.recompute.
     """
 
     make: Maker
@@ -42,6 +43,7 @@ class MemoryPolicy:
     quick_ways: tuple[str, ...] = ()
     slow_ways: tuple[str, ...] = ("",)
     in_strips: bool = False
+    recomputes: bool = False
 
 
 POLICIES: Registry[MemoryPolicy] = registries.POLICIES
@@ -91,7 +93,7 @@ def plan_within(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
     Raises:
         DoesNotFitError: the plan does not keep the case's limit, or the policy cannot keep it.
     """
-    is_by_segments = (memory.name, memory.recompute) == ("recompute", "segment")
+    is_by_segments = memory.policy.recomputes and memory.recompute == "segment"
     if case.limit_bytes is None or not is_by_segments or case.strips is not None:
         plan = plan_of(memory, case)
         _peaks_within(case, plan)
@@ -139,7 +141,11 @@ memory_policy("lms_limit", needs_limit=True, slow_ways=())(
     lambda memory, case: lms_limit(case, memory.limit_bytes, memory.reclaim)
 )
 memory_policy(
-    "recompute", quick_ways=("stage",), slow_ways=("selective", "segment"), in_strips=True
+    "recompute",
+    quick_ways=("stage",),
+    slow_ways=("selective", "segment"),
+    in_strips=True,
+    recomputes=True,
 )(lambda memory, case: recompute(case, memory.recompute, memory.segments, memory.offload_inputs))
 
 

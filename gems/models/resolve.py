@@ -8,14 +8,13 @@ from dataclasses import replace
 from gems.config.constraints import check_boundaries, check_metrics
 from gems.config.micro_batches import resolve_micro_batches
 from gems.config.registries import RESOLVERS
-from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec, TrainConfig
 from gems.data import check_data, kind_of, num_train, resolve_data, sources_of, task_of
 from gems.errors import ConfigError, one_of
 from gems.models import MODELS, check_image, layers_of, takes_of, tasks_of
 from gems.models.imported.describe import resolve_target
 from gems.models.steps import num_branching, operators_of
-from gems.schedule import FAMILIES, PLACED
+from gems.schedule import PLACED
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ def resolve_model_and_data(spec: RunSpec) -> RunSpec:
             f"model {spec.model.name} gives one score for each class of an image; {one_of(tasks)}"
         )
         raise ConfigError("data.task", task, text, f"set {' or '.join([*able, 'model.target'])}")
-    check_metrics(spec, task)
+    check_metrics(spec.metrics, spec.train.monitor, task)
     check_image(spec.model, spec.data, spec.parallel.micro_batch_size)
     layers = layers_of(spec.model, spec.data)
     if spec.schedule.name == PLACED and not num_branching(operators_of(layers)):
@@ -61,8 +60,7 @@ def resolve_model_and_data(spec: RunSpec) -> RunSpec:
         advice = "use a model with branches (inception_v3, googlenet), or a schedule of stages"
         raise ConfigError("schedule", PLACED, text, advice)
     if spec.parallel.boundaries is not None:
-        family = FAMILIES.get(spec.schedule.name)
-        num_stages = family.stages(spec.schedule.chunks) * spec.parallel.partitions if family else 0
+        num_stages = spec.schedule.num_stages(spec.parallel.partitions)
         boundaries = tuple(spec.parallel.boundaries)
         check_boundaries(boundaries, len(layers), num_stages or len(boundaries) - 1)
     return replace(spec, data=resolve_data(spec.data))
@@ -79,7 +77,7 @@ def resolve_epochs(spec: RunSpec) -> RunSpec:
     if epochs is None:
         return spec
     samples = num_train(spec.data, spec.seed)
-    batch = global_batch(replace(spec, parallel=resolve_micro_batches(spec)))
+    batch = resolve_micro_batches(spec.parallel, spec.schedule.name).global_batch
     steps = int(epochs * samples // batch)
     if steps < 1:
         text = f"has {samples} samples an epoch, fewer than the {batch} of one step"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gems.config.schema import GLOO, MachineConfig
+from gems.config.machine import GLOO
+from gems.config.schema import MachineConfig
 from gems.schedule.costs import Network
 
 # chunk of a message through host memory: 0.1 ms on a link, and near the link's full rate

@@ -12,7 +12,6 @@ from gems.memory.model import OPTIMIZERS
 from gems.models import check_image, layers_of, stride_of
 from gems.models.families.resnet import block_of
 from gems.partition.methods import PartitionCase, partition_by
-from gems.schedule import FAMILIES
 
 RESOLUTION = "resolution"
 MAX_VALUES = {"depth": 100_000, RESOLUTION: 1 << 20, "micro_batch": 1 << 20}
@@ -154,8 +153,8 @@ def _at_least(spec: RunSpec, axis: str, value: int) -> int | None:
         return -(-value // stride) * stride
     if axis == "micro_batch":
         return max(1, value)
-    family = FAMILIES.get(spec.schedule.name)
-    num_stages = spec.parallel.partitions * (family.stages(spec.schedule.chunks) if family else 1)
+    partitions = spec.parallel.partitions
+    num_stages = spec.schedule.num_stages(partitions) or partitions
     for depth in range(max(1, value), value + DEPTH_REACH):
         changed = with_value(spec, axis, depth)
         try:

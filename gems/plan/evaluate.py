@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn
 
+from gems.config.machine import ORDERED_TRANSPORTS
 from gems.config.resolve import check_batch, check_gpus
-from gems.config.schema import ORDERED_TRANSPORTS, CostConfig, RunSpec
+from gems.config.schema import CostConfig, DataConfig, RunSpec, ScheduleConfig
 from gems.data import IMAGES, kind_of
 from gems.errors import ConfigError
 from gems.memory.case import MemoryCase, PlanOutcome
@@ -32,7 +33,6 @@ from gems.simulation.prediction import Prediction, predict, with_jitter
 from gems.simulation.profiled_costs import profiled_costs
 
 MAX_ACTIONS = 200_000  # simulated within a few seconds
-HAS_CLOCK = ("real", "emulated")
 # Machines with the default rates, which are the rates of a CPU core.
 WITHOUT_RATES = ("auto", "cuda")
 
@@ -132,10 +132,8 @@ class Plan:
         spec = self.spec
         profile = self.profile
         steps = spec.train.steps
-        if (
-            spec.machine.kind not in HAS_CLOCK
-            or sum(map(len, self.schedule.rank_schedules)) > MAX_ACTIONS
-        ):
+        num_actions = sum(map(len, self.schedule.rank_schedules))
+        if not spec.machine.takes_steps or num_actions > MAX_ACTIONS:
             return None
         if not spec.machine.is_real:
             return steps * self._median_step_s(self.memory)
@@ -187,11 +185,11 @@ def evaluate(
     """
     runs = runs or not spec.memory.keeps
     if runs:
-        check_gpus(spec)
+        check_gpus(spec.parallel)
         _check_compiled(spec, trains)
     spec = with_strips_chosen(spec, runs)
-    if runs:
-        _check_strips(spec)
+    if runs and spec.parallel.strips > 1 and spec.machine.is_real:
+        _check_strips(spec.parallel.strips, spec.data, spec.schedule)
     return finish(Draft(spec, runs, profile), trains)
 
 
@@ -208,7 +206,8 @@ def finish(draft: Draft, trains: bool = True) -> Plan:
     schedule = draft.compute if is_trial else draft.lowered
     if draft.runs:
         _check_compiled(spec, trains, schedule)
-        check_batch(spec)
+        if spec.machine.is_real:
+            check_batch(spec.data, spec.parallel.global_batch)
     from_layers = draft.run.cost.from_layers
     bounds = None
     if is_searched(schedule.name) and costs.cap is not None:
@@ -219,7 +218,7 @@ def finish(draft: Draft, trains: bool = True) -> Plan:
     acts = schedule.has_memory_actions
     is_whole = schedule.num_strips == 1
     if acts and not is_whole:
-        _refuse_strips(spec, "a list that recomputes or moves activations")
+        _refuse_strips(spec.parallel.strips, "a list that recomputes or moves activations")
     is_kept = spec.memory.keeps and not acts
     is_limited = is_kept and is_whole
     # a candidate's given cut is judged by the bytes of its ranks alone
@@ -281,23 +280,19 @@ def simulate(spec: RunSpec) -> Prediction:
     return evaluate(spec, runs=False).predict()
 
 
-def _check_strips(spec: RunSpec) -> None:
+def _check_strips(strips: int, data: DataConfig, schedule: ScheduleConfig) -> None:
     """Check that a run can train in strips, as far as this is known without its layers.
 
     Raises:
         ConfigError: it cannot.
     """
-    strips = spec.parallel.strips
-    data = spec.data
-    if strips == 1 or not spec.machine.is_real:
-        return
     faults = {
         f"data.name={data.name}, whose samples are no images": kind_of(data) != IMAGES,
-        "schedule.memory_actions": bool(spec.schedule.memory_actions),
+        "schedule.memory_actions": bool(schedule.memory_actions),
         f"data.height_px={data.height_px}, which has fewer rows": strips > data.height_px,
     }
     for fault in (text for text, is_so in faults.items() if is_so):
-        _refuse_strips(spec, fault)
+        _refuse_strips(strips, fault)
 
 
 def _check_compiled(spec: RunSpec, trains: bool, schedule: Schedule | None = None) -> None:
@@ -320,7 +315,7 @@ def _check_compiled(spec: RunSpec, trains: bool, schedule: Schedule | None = Non
         ),
         (
             not spec.memory.keeps,
-            f"memory={spec.memory.name}, which plans by what layers keep as they are",
+            f"{spec.memory.choice}, which plans by what layers keep as they are",
             "use memory=keep",
         ),
         (
@@ -356,5 +351,5 @@ def _check_compiled(spec: RunSpec, trains: bool, schedule: Schedule | None = Non
             )
 
 
-def _refuse_strips(spec: RunSpec, fault: str) -> NoReturn:
-    raise ConfigError(KEY, spec.parallel.strips, f"must be 1 for a run that trains with {fault}")
+def _refuse_strips(strips: int, fault: str) -> NoReturn:
+    raise ConfigError(KEY, strips, f"must be 1 for a run that trains with {fault}")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from gems.config.constraints import check_constraints
-from gems.config.schema import MAX_FORWARDS, MAX_STRIPS, RunSpec
+from gems.config.schema import MAX_FORWARDS, MAX_STRIPS, ParallelConfig, RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 
 KEY = "parallel.strips"
@@ -35,7 +35,8 @@ def with_fastest_strips(spec: RunSpec, step_s: Callable[[RunSpec], float]) -> Ru
     too_large: list[DoesNotFitError] = []
     least = math.inf
     num_slower = 0
-    for doublings in range(most_strips(spec).bit_length()):
+    rows = spec.data.height_px if spec.cost.from_layers else MAX_STRIPS
+    for doublings in range(most_strips(spec.parallel, rows).bit_length()):
         asked = replace(spec.parallel, strips=2**doublings)
         try:
             check_constraints(replace(quiet, parallel=asked))
@@ -70,12 +71,7 @@ def with_fastest_strips(spec: RunSpec, step_s: Callable[[RunSpec], float]) -> Ru
     raise min(too_large, key=lambda error: error.needed_bytes) if too_large else faults[0]
 
 
-def most_strips(spec: RunSpec) -> int:
-    """Return the most strips that are tried.
-
-    Of a row where the costs are of the image, and of not too long lists.
-    """
-    parallel = spec.parallel
-    rows = spec.data.height_px if spec.cost.from_layers else MAX_STRIPS
+def most_strips(parallel: ParallelConfig, rows: int) -> int:
+    """Return the most strips that are tried of an image of so many rows, in not too long lists."""
     longest = MAX_FORWARDS // (parallel.partitions * (parallel.micro_batches or 1))
     return max(1, min(MAX_STRIPS, rows, longest))

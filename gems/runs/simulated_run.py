@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from gems import __version__
-from gems.config.resolve import global_batch, run_id
+from gems.config.resolve import run_id
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError
 from gems.memory.case import PlanOutcome
@@ -165,7 +165,7 @@ def _step_rows(
     rows["step"] = range(len(rows))
     rows["start_ns"] = starts_ns
     rows["end_ns"] = ends_ns
-    rows["images"] = global_batch(spec)
+    rows["images"] = spec.parallel.global_batch
     rows["is_warmup"] = rows["step"] < spec.benchmark.skip_steps
     for name in ("loss", "grad_norm", "learning_rate"):
         rows[name] = math.nan

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.memory.case import PlanOutcome
 from gems.memory.timeline import RankTimeline
@@ -125,7 +124,7 @@ class Prediction:
             "step_low_s": self.interval[0],
             "step_high_s": self.interval[1],
             "time_unit": "unit" if is_in_units else "s",
-            "images_per_s": None if is_in_units else global_batch(spec) / self.step_s,
+            "images_per_s": None if is_in_units else spec.parallel.global_batch / self.step_s,
             "efficiency": step.efficiency,
             "bubble": 1.0 - computing / (num_ranks * step.span),
             "bound": self.bound,

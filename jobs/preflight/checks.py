@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 
 from gems.config.cluster_presets import host_names
-from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError, GemsError
 from gems.launch.recipe import check_recipe, needs_check
@@ -100,7 +99,7 @@ def preflight(
     counts = (
         f"{spec.world_size} ranks: {parallel.partitions} partitions x {parallel.replicas} replicas,"
         f" {job.tasks_per_node} on each of {job.nodes} nodes; {parallel.micro_batches}"
-        f" micro-batches of {parallel.micro_batch_size}, {global_batch(spec)} samples a step"
+        f" micro-batches of {parallel.micro_batch_size}, {spec.parallel.global_batch} samples a step"
     )
     yield Check("configuration", True, counts)
     yield _check("folder", lambda: _check_folder(spec, job))

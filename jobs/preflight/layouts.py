@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gems.config.resolve import global_batch, resolve
+from gems.config.resolve import resolve
 from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError, DoesNotFitError, ScheduleError
 from gems.plan.evaluate import Plan, evaluate
@@ -52,7 +52,7 @@ def smaller_plan(spec: RunSpec, nodes: int) -> Plan:
             except NO_LAYOUT as error:
                 why = f" ({error})"
     where = f"{nodes} node{'s' if nodes > 1 else ''}"
-    steps = f"steps of {global_batch(spec)} samples"
+    steps = f"steps of {spec.parallel.global_batch} samples"
     text = (
         f"no layout on {where} makes {steps} in micro-batches of"
         f" {spec.parallel.micro_batch_size}{why}"
@@ -180,7 +180,7 @@ def _searched_plan(spec: RunSpec, world_size: int) -> Plan:
     )
     _, found = fastest(
         planner,
-        [global_batch(spec)],
+        [spec.parallel.global_batch],
         1,
         SEARCH_BUDGET_S,
         accepts=lambda one: one.micro_batch_size == size and one.strips == strips,

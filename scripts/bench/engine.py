@@ -31,7 +31,6 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional
 
 from gems.autograd.torch_internals import TorchDispatchMode, tree_leaves
-from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.engine.optimization.optimizer import build_optimizer
 from gems.engine.optimization.parameter_groups import NumberedLayer
@@ -231,7 +230,7 @@ def run(
         "seconds": [timed(comm, step, num_steps) for _ in range(rounds)],
         "peak_bytes": max(allgather(comm, live.peak_bytes)),
         "error": error,
-        "images": global_batch(spec),
+        "images": spec.parallel.global_batch,
         "torch": torch.__version__,
     }
     if comm.rank == 0:
@@ -242,7 +241,7 @@ def batch_of(spec: RunSpec) -> tuple[Tensor, Tensor]:
     """Return the images and labels of a step, the same on each rank."""
     torch.manual_seed(0)
     images = torch.randn(
-        global_batch(spec), spec.data.channels, spec.data.height_px, spec.data.width_px
+        spec.parallel.global_batch, spec.data.channels, spec.data.height_px, spec.data.width_px
     )
     return images, torch.randint(spec.data.num_classes, (len(images),))
 

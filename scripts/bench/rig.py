@@ -30,7 +30,6 @@ import numpy as np
 from analysis.io.load import load_parts
 from analysis.metrics.run_metrics import run_metrics, step_times_s
 from gems.config.compose import compose
-from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.errors import GemsError
 from gems.launch.local_launcher import Output, mpiexec_argv, rank_environment, run_ranks
@@ -318,7 +317,7 @@ def trained_in_turns(specs: Mapping[str, RunSpec], rounds: int) -> list[dict[str
         ratios = [run["step_s"] / base["step_s"] for base, run in pairs if "step_s" in base]
         step_s = statistics.median(run["step_s"] for run in runs)
         ratio = statistics.median(ratios) if ratios else None
-        images_per_s = global_batch(specs[way]) / step_s
+        images_per_s = specs[way].parallel.global_batch / step_s
         row = {"way": way, **runs[0], "step_s": step_s, "ratio": ratio}
         rows.append(row | {"images_per_s": images_per_s})
     return rows

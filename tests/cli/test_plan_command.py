@@ -13,7 +13,7 @@ import gems.errors
 import gems.plan.draft
 import gems.search.infeasibility
 from gems.config.compose import compose
-from gems.config.resolve import global_batch, run_id
+from gems.config.resolve import run_id
 from gems.config.schema import RunSpec
 from gems.plan.evaluate import evaluate, simulate
 from tests.helpers.commands import Gems, check_refusal
@@ -72,7 +72,9 @@ def test_what_is_written_runs_as_planned(
     first = json.loads(said.out)["choices"][0]
     assert path.read_text().startswith("# @package _global_\n# Made by `gems plan`")
     spec = compose([f"hydra.searchpath=['file://{tmp_path}']", "experiment=small_planned"])
-    assert spec.name == "small_planned" and global_batch(spec) == 4 and spec.model.width == 8
+    assert (
+        spec.name == "small_planned" and spec.parallel.global_batch == 4 and spec.model.width == 8
+    )
     by_words = compose(
         [
             *RUN,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from gems.config.compose import compose
-from gems.config.resolve import check_batch, global_batch, resolve
-from gems.config.schema import RunSpec
+from gems.config.resolve import check_batch, resolve
+from gems.config.schema import DataConfig, RunSpec
 from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.plan.evaluate import evaluate
@@ -261,16 +261,13 @@ def test_a_run_may_be_shorter_than_what_figures_skip() -> None:
 
 def test_global_batch_counts_replicas_micro_batches_and_samples() -> None:
     spec = spec_of(parallel__replicas=3, parallel__micro_batches=4, parallel__micro_batch_size=5)
-    assert global_batch(resolve(spec)) == 60
+    assert resolve(spec).parallel.global_batch == 60
 
 
 def test_a_step_needs_its_images() -> None:
-    fits = {"parallel__micro_batches": 4, "parallel__micro_batch_size": 8}
-    check_batch(resolve(spec_of(data__train_samples=32, **fits)))
-    too_few = resolve(spec_of(data__train_samples=31, **fits))
+    check_batch(DataConfig(train_samples=32), 32)
     with pytest.raises(ConfigError, match="must be 32 or more, the samples of one step"):
-        check_batch(too_few)
-    check_batch(resolve(spec_of(data__train_samples=31, machine__kind="simulated", **fits)))
+        check_batch(DataConfig(train_samples=31), 32)
 
 
 def test_images_smaller_than_the_networks_stride() -> None:

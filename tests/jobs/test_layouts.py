@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gems.config.compose import compose
-from gems.config.resolve import global_batch, run_id
+from gems.config.resolve import run_id
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder, describe_layout
 from jobs.batch.resources import job_spec
@@ -49,7 +49,7 @@ def test_a_smaller_layout_makes_the_same_steps(
     plan = smaller_plan(spec, nodes)
     parallel = plan.spec.parallel
     assert (parallel.partitions, parallel.replicas) in expected
-    assert global_batch(plan.spec) == global_batch(spec) == 8
+    assert plan.spec.parallel.global_batch == spec.parallel.global_batch == 8
     assert parallel.micro_batch_size == spec.parallel.micro_batch_size
     assert plan.spec.cluster.nodes == nodes
     assert plan.schedule.num_ranks == parallel.partitions
@@ -69,7 +69,10 @@ def test_another_policy_where_the_own_one_does_not_fit(resolved: Resolved) -> No
     assert plan.spec.memory.name == "keep" and peaks is not None
     small = replace(spec, machine=replace(spec.machine, device_bytes=max(peaks) * 7 // 10))
     plan = smaller_plan(small, 1)
-    assert plan.spec.memory.name != "keep" and global_batch(plan.spec) == global_batch(spec)
+    assert (
+        plan.spec.memory.name != "keep"
+        and plan.spec.parallel.global_batch == spec.parallel.global_batch
+    )
 
 
 def test_no_layout_is_refused_in_one_line(resolved: Resolved, monkeypatch: MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
-from gems.config.resolve import global_batch
 from gems.data import open_dataset
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.checkpoint import weights
@@ -357,14 +356,14 @@ def test_steps_count_the_images_of_both_directions_and_all_replicas(comm, finish
     spec, folder = finished
     trace = merge_parts([part_path(folder.path, rank) for rank in range(comm.size)], {})
     assert len(trace.steps) == spec.train.steps
-    assert set(trace.steps["images"]) == {2 * 8 * 2} == {global_batch(spec)}
+    assert set(trace.steps["images"]) == {2 * 8 * 2} == {spec.parallel.global_batch}
     assert trace.steps["is_warmup"].tolist() == [1, 1] + [0] * (spec.train.steps - 2)
     assert (trace.steps["end_ns"] > trace.steps["start_ns"]).all()
     assert (np.diff(trace.steps["start_ns"]) > 0).all()
     # an image is counted where its forward begins: at stage 0 of a direction of a replica
     events = trace.events
     starts = (events["kind"] == KINDS.index("F")) & (events["stage"] == 0) & (events["step"] == 3)
-    assert starts.sum() * spec.parallel.micro_batch_size == global_batch(spec)
+    assert starts.sum() * spec.parallel.micro_batch_size == spec.parallel.global_batch
     assert set(events[starts]["direction"]) == {0, 1}
 
 

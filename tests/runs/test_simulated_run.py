@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gems.runs.simulated_run
-from gems.config.resolve import global_batch, resolve, run_id
+from gems.config.resolve import resolve, run_id
 from gems.config.schema import (
     BenchmarkConfig,
     CostConfig,
@@ -146,7 +146,7 @@ def test_replicas_that_are_alike_are_written_once() -> None:
     trace = trace_of(spec)
     assert trace.world_size == 512 and set(trace.events["rank"]) == set(range(4))
     assert trace.attributes["identical_replicas"] == 128
-    assert trace.steps["images"].tolist() == [global_batch(spec)] * 3 == [1024] * 3
+    assert trace.steps["images"].tolist() == [spec.parallel.global_batch] * 3 == [1024] * 3
     assert len(trace.attributes["peak_allocated_bytes"]) == 512
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from gems.config.compose import compose
-from gems.config.resolve import global_batch
 from gems.search.candidate import KEEP, Candidate, candidates
 
 
@@ -44,7 +43,7 @@ def test_without_policies_all_is_kept() -> None:
 def test_overrides_compose_to_the_candidate() -> None:
     one = Candidate(2, 2, "gems_master", 2, 4, parts=2, memory="recompute", how="stage")
     spec = compose([*one.overrides((0, 5, 11)), "data=synthetic"])
-    assert global_batch(spec) == one.global_batch == 16
+    assert spec.parallel.global_batch == one.global_batch == 16
     assert (spec.parallel.partitions, spec.parallel.parts, spec.parallel.boundaries) == (
         2,
         2,

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from gems.config.checkpoint_schema import MANIFEST_JSON, SCHEMA
-from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.plan.rank_plan import RankPlan
 from gems.runs.provenance import own_code
@@ -163,7 +162,7 @@ def run_identity(spec: RunSpec) -> dict[str, Any]:
     identity["optimizer"] = {"name": spec.optimizer.target or spec.optimizer.name}
     identity["train"] = {"dtype": spec.train.dtype}
     identity[CODE] = {target: source_of(target, path) for target, path in own_code(spec)}
-    return identity | {"seed": spec.seed, "global batch": global_batch(spec)}
+    return identity | {"seed": spec.seed, "global batch": spec.parallel.global_batch}
 
 
 def changed_code(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str | None:

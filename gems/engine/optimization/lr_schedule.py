@@ -14,7 +14,6 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from gems.config.recipe import LR_SCHEDULERS, LrSchedulerConfig
-from gems.config.resolve import global_batch
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.utils.targets import call_target, load_target
@@ -41,7 +40,10 @@ class LrSchedule:
         config = spec.lr_scheduler
         self._config = config
         self._optimizer = optimizer
-        self._samples_per_epoch, self._samples_per_step = samples_per_epoch, global_batch(spec)
+        self._samples_per_epoch, self._samples_per_step = (
+            samples_per_epoch,
+            spec.parallel.global_batch,
+        )
         # what the rates depend on
         self._key = [
             asdict(config),

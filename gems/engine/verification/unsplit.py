@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from gems.autograd.outputs import as_tuple, map_tensors, tensors_in
 from gems.autograd.random_draws import RandomDraws
-from gems.config.resolve import global_batch
 from gems.data import open_dataset, task_of
 from gems.data.dataset import batch_indices, micro_batch_slice
 from gems.engine.device import DTYPES
@@ -126,7 +125,9 @@ class UnsplitTraining:
         schedule = self._plan.schedule
         size = spec.parallel.micro_batch_size
         directions = sorted(schedule.whole_directions().items())
-        samples = batch_indices(self._dataset.num_train, spec.seed, step, global_batch(spec))
+        samples = batch_indices(
+            self._dataset.num_train, spec.seed, step, spec.parallel.global_batch
+        )
         for replica in range(spec.parallel.replicas):
             for direction in range(schedule.num_directions):
                 mine = (
