@@ -45,7 +45,7 @@ def collect(path: Path) -> tuple[Loaded, Metrics, dict[str, str]]:
     """
     folder = RunFolder(path)
     spec = folder.read_spec()
-    is_simulated = spec.machine.kind == "simulated"
+    is_simulated = not spec.machine.has_ranks
     loaded = load_trace(folder.trace_h5) if is_simulated else _merged(folder)
     files = {"trace": str(folder.trace_h5)}
     if len(loaded.trace.steps):

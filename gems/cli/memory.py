@@ -14,6 +14,7 @@ from gems.memory.case import Exposure, MemoryCase, PlanOutcome, exposures
 from gems.memory.plan import Choice
 from gems.memory.registry import POLICIES, plan_of
 from gems.plan.evaluate import policy_case
+from gems.profile.subject import Subject
 from gems.schedule.action import COPY_KINDS, RECV_KINDS, SEND_KINDS
 from gems.simulation.calibration import confidence_of
 from gems.simulation.prediction import with_jitter
@@ -62,7 +63,13 @@ def show_memory(spec: RunSpec, options: Options) -> int:
             if not is_comparison:
                 raise
             refused[name] = str(error)
-    entries = [_entry(spec, case, keeping, outcome) for outcome in outcomes]
+    keeping_s, *steps_s = (
+        with_jitter(each, spec.machine.noise, spec.seed)[0].span for each in (keeping, *outcomes)
+    )
+    entries = [
+        _entry(case, keeping, outcome, keeping_s, step_s, spec.parallel.global_batch)
+        for outcome, step_s in zip(outcomes, steps_s, strict=True)
+    ]
     entries.sort(
         key=lambda entry: (
             not entry["fits"],
@@ -86,29 +93,31 @@ def show_memory(spec: RunSpec, options: Options) -> int:
         print_json(answer)
         return 0
     print(_comparison(answer) if is_comparison else _table(answer))
-    print(f"step times are {confidence_of(spec).words}")
+    print(f"step times are {confidence_of(Subject.of(spec)).words}")
     if picture is not None:
         print(f"picture: {answer['picture']}")
     return 0
 
 
 def _entry(
-    spec: RunSpec, case: MemoryCase, keeping: PlanOutcome, outcome: PlanOutcome
+    case: MemoryCase,
+    keeping: PlanOutcome,
+    outcome: PlanOutcome,
+    keeping_s: float,
+    step_s: float,
+    batch: int,
 ) -> dict[str, Any]:
     """Return one policy's figures.
 
     `saved` is the share of the kept activations' peak that it takes off the device.
     """
-    step_s, keeping_s = (
-        with_jitter(each, spec.machine.noise, spec.seed)[0].span for each in (outcome, keeping)
-    )
     kept = max(rank.peak_activation_bytes for rank in keeping.ranks)
     held = max(rank.peak_activation_bytes for rank in outcome.ranks)
     peaks = list(outcome.peak_bytes)
     return {
         "policy": outcome.plan.policy,
         "step_s": step_s,
-        "images_per_s": spec.parallel.global_batch / step_s if step_s else None,
+        "images_per_s": batch / step_s if step_s else None,
         "overhead": round(step_s / keeping_s - 1.0, 9) + 0.0 if keeping_s else None,
         "peak_bytes": peaks,
         "peak_activation_bytes": [rank.peak_activation_bytes for rank in outcome.ranks],

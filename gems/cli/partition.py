@@ -11,10 +11,10 @@ from gems.cli.answers import case_facts, draw, picture_path
 from gems.cli.framework import Options, print_json
 from gems.config.schema import RunSpec
 from gems.partition.compare import PLAIN, EvaluatedPartition, compare, evaluate
-from gems.partition.max_model_size import RESOLUTION, max_model_sizes
+from gems.partition.max_model_size import RESOLUTION, Axis, MaxModelSize, max_model_sizes
 from gems.partition.methods import METHODS, PartitionCase
 from gems.plan.draft import Draft
-from gems.plan.largest_image import largest_image
+from gems.plan.largest_image import LargestImage, largest_image
 from gems.utils.tables import table
 from gems.utils.units import GIB, MIB
 
@@ -35,7 +35,7 @@ def show_partition(spec: RunSpec, options: Options) -> int:
         evaluated = compare(case, spec.partition.objective, spec.partition.budget_s)
     else:
         evaluated = [evaluate(case, draft.partition(draft.lowered))]
-    entries = [_entry(spec, case, each, evaluated[0]) for each in evaluated]
+    entries = [_entry(case, each, evaluated[0], spec.parallel.global_batch) for each in evaluated]
     answer = case_facts(case.profile, case.schedule) | {
         "stages": case.num_stages,
         "layers": case.profile.num_layers,
@@ -65,7 +65,7 @@ def show_partition(spec: RunSpec, options: Options) -> int:
 
 
 def _entry(
-    spec: RunSpec, case: PartitionCase, evaluated: EvaluatedPartition, ours: EvaluatedPartition
+    case: PartitionCase, evaluated: EvaluatedPartition, ours: EvaluatedPartition, batch: int
 ) -> dict[str, Any]:
     """Return one method's answer; `peak_ratio` and `time_ratio` are over the exact method's.
 
@@ -82,7 +82,7 @@ def _entry(
         "peak_bytes": list(evaluated.peak_bytes),
         "reserved_bytes": list(case.reserved_bytes(found.boundaries)),
         "step_s": step_s,
-        "images_per_s": spec.parallel.global_batch / step_s if step_s else None,
+        "images_per_s": batch / step_s if step_s else None,
         "optimal": found.is_optimal,
         "bound": found.bound if is_exact else None,
         "gap": found.gap if is_exact else None,
@@ -153,13 +153,12 @@ def _show_largest(spec: RunSpec, axis: str, as_json: bool) -> int:
         print(".", end="", file=sys.stderr, flush=True)
         return Draft(changed).partitioner.case(schedule)
 
-    found = max_model_sizes(spec, axis, tuple(METHODS), case_of)
+    found = max_model_sizes(Axis(spec, axis), tuple(METHODS), case_of)
     strips = None
     if axis == RESOLUTION:
         take_in_this_process()
         strips = largest_image(spec)
     print(file=sys.stderr)
-    ours = found[0]
     answer: dict[str, Any] = {
         "source": "predicted",
         "model": spec.model.name,
@@ -178,12 +177,8 @@ def _show_largest(spec: RunSpec, axis: str, as_json: bool) -> int:
         ],
         "parameters_over": {
             each.method: {
-                "parameters": (
-                    round(ours.num_parameters / each.num_parameters, 3)
-                    if each.num_parameters
-                    else None
-                ),
-                "value": round(ours.value / each.value, 3) if each.value else None,
+                "parameters": _over(found[0].num_parameters, each.num_parameters),
+                "value": _over(found[0].value, each.value),
             }
             for each in found
             if each.method in PEERS
@@ -192,15 +187,28 @@ def _show_largest(spec: RunSpec, axis: str, as_json: bool) -> int:
     }
     if as_json:
         print_json(answer)
-        return 0
+    else:
+        print(_largest_table(answer, found, strips))
+    return 0
+
+
+def _over(value: int, other: int) -> float | None:
+    return round(value / other, 3) if other else None
+
+
+def _largest_table(
+    answer: dict[str, Any], found: Sequence[MaxModelSize], strips: LargestImage | None
+) -> str:
+    axis = answer["axis"]
+    ours = found[0]
     rows = [
         (
             each.method,
             each.value,
             each.num_parameters,
             each.peak_bytes / GIB,
-            each.value / ours.value if ours.value else None,
-            each.num_parameters / ours.num_parameters if ours.num_parameters else None,
+            _over(each.value, ours.value),
+            _over(each.num_parameters, ours.num_parameters),
         )
         for each in found
     ]
@@ -213,19 +221,18 @@ def _show_largest(spec: RunSpec, axis: str, as_json: bool) -> int:
         "params/ours": ".3f",
     }
     head = (
-        f"{spec.model.name}, {spec.schedule.name} on {spec.parallel.partitions} ranks of "
-        f"{(spec.machine.device_bytes or 0) / GIB:.2f} GiB: the largest that trains (predicted)"
+        f"{answer['model']}, {answer['schedule']} on {answer['partitions']} ranks of "
+        f"{(answer['limit_bytes'] or 0) / GIB:.2f} GiB: the largest that trains (predicted)"
     )
-    print(table(columns, rows, title=head))
-    for peer, ratio in answer["parameters_over"].items():
-        print(
-            f"ours over {peer}: {ratio['parameters']} x the parameters, {ratio['value']} x the"
-            f" {axis}"
-        )
+    lines = [table(columns, rows, title=head)]
+    lines += [
+        f"ours over {peer}: {ratio['parameters']} x the parameters, {ratio['value']} x the {axis}"
+        for peer, ratio in answer["parameters_over"].items()
+    ]
     if strips:
         more = f", {strips.side_px / ours.value:.2f} x the side of ours" if ours.value else ""
-        print(
+        lines.append(
             f"in strips (parallel.strips={strips.strips} memory={strips.memory}): {strips.side_px}"
             f" px, {strips.peak_bytes / GIB:.2f} GiB{more}"
         )
-    return 0
+    return "\n".join(lines)

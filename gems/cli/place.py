@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from gems.cli.answers import draw, picture_path
 from gems.cli.framework import Options, print_json
 from gems.config.schema import RunSpec
@@ -11,6 +13,7 @@ from gems.models import title_of
 from gems.partition.dlplacer.place import OperatorPlacement
 from gems.partition.dlplacer.subgraphs import closed_form_s
 from gems.partition.operator_placement import placement_of
+from gems.profile.subject import Subject
 from gems.utils.tables import table
 from gems.utils.units import MIB
 
@@ -35,8 +38,10 @@ def show_dlplacer(spec: RunSpec, options: Options) -> int:
     """
     num_devices = options.whole("--devices", 2, most=MAX_DEVICES)
     picture = picture_path(options)
-    found = placement_of(spec, num_devices, options.chosen.get("--method", "auto"))
-    answer = _answer(spec, found)
+    subject = Subject.of(spec)
+    method = options.chosen.get("--method", "auto")
+    found = placement_of(subject, num_devices, spec.partition.budget_s, spec.seed, method)
+    answer = _answer(subject, found)
     if picture is not None:
         answer["picture"] = draw("placement", answer, picture)
     if options.json:
@@ -46,27 +51,22 @@ def show_dlplacer(spec: RunSpec, options: Options) -> int:
     return 0
 
 
-def _answer(spec: RunSpec, found: OperatorPlacement) -> dict[str, Any]:
+def _answer(subject: Subject, found: OperatorPlacement) -> dict[str, Any]:
     graph = found.graph
     timed = found.timed
     devices = found.devices
     one_s = graph.time_s
-    gradients = [u for u, v in graph.edges if timed.places[u] != timed.places[v]]
-    outputs = [
-        u
-        for u, _ in {
-            (u, timed.places[v]) for u, v in graph.edges if timed.places[u] != timed.places[v]
-        }
-    ]
+    cut = [(u, timed.places[v]) for u, v in graph.edges if timed.places[u] != timed.places[v]]
+    sent = [u for u, _ in (*cut, *{*cut})]  # a gradient for each edge, an output for each device
     closed_s = closed_form_s(graph, devices.num)
     return {
         "source": "predicted",
-        "model": title_of(spec.model),
-        "height_px": spec.data.height_px,
-        "width_px": spec.data.width_px,
-        "micro_batch_size": spec.parallel.micro_batch_size,
-        "dtype": spec.train.layer_dtype,
-        "machine": spec.machine.name,
+        "model": title_of(subject.model),
+        "height_px": subject.data.height_px,
+        "width_px": subject.data.width_px,
+        "micro_batch_size": subject.parallel.micro_batch_size,
+        "dtype": subject.train.layer_dtype,
+        "machine": subject.machine.name,
         "devices": devices.num,
         "link_latency_s": devices.latency_s,
         "link_bytes_per_s": 1 / devices.s_per_byte if devices.s_per_byte else None,
@@ -83,19 +83,12 @@ def _answer(spec: RunSpec, found: OperatorPlacement) -> dict[str, Any]:
         "optimal": found.is_optimal,
         "solve_s": found.solve_s,
         "closed_form_speed_up": one_s / closed_s if closed_s else 1.0,
-        "published_speed_up": PUBLISHED.get((spec.model.name, devices.num)),
+        "published_speed_up": PUBLISHED.get((subject.model.name, devices.num)),
         "published_is": "recalled, not confirmed",
-        "moved_bytes": sum(graph.ops[u].output_bytes for u in (*outputs, *gradients)),
-        "messages": len(outputs) + len(gradients),
+        "moved_bytes": sum(graph.ops[u].output_bytes for u in sent),
+        "messages": len(sent),
         "held_bytes": devices.held(graph, timed.places),
-        "busy_s": [
-            sum(
-                op.time_s
-                for op, place in zip(graph.ops, timed.places, strict=True)
-                if place == device
-            )
-            for device in range(devices.num)
-        ],
+        "busy_s": np.bincount(timed.places, [op.time_s for op in graph.ops], devices.num).tolist(),
         "placement": [
             {
                 "operator": op.name,

@@ -16,6 +16,7 @@ from gems.config.compose import compose
 from gems.config.experiment_file import check_experiment, experiment_text, write_experiment
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
+from gems.profile.subject import Subject
 from gems.search.best_first import SearchResult
 from gems.search.choice import Choice, reasons
 from gems.search.evaluate import Epochs, Planner
@@ -70,7 +71,9 @@ def show_plan(spec: RunSpec, options: Options) -> int:
     if "--epochs" in chosen:
         read_epochs = importlib.import_module("gems.search.hybrid.inputs").read_epochs
         epochs = read_epochs(Path(chosen["--epochs"])).law.epochs
-    batches = _batches(chosen.get("--global-batch"), spec, has_epochs=epochs is not None)
+    batches = [spec.parallel.global_batch]
+    if "--global-batch" in chosen:
+        batches = _batches(chosen["--global-batch"], has_epochs=epochs is not None)
     path = Path(chosen["--write"]) if "--write" in chosen else None
     if path is not None:
         check_experiment(path)
@@ -78,7 +81,7 @@ def show_plan(spec: RunSpec, options: Options) -> int:
     answer, found = fastest(
         planner, batches, num_best, budget_s, in_strips if STRIPS in options.flags else None
     )
-    confidence = confidence_of(spec)
+    confidence = confidence_of(Subject.of(spec))
     answer["is_calibrated"] = confidence.is_calibrated
     answer["step_range_s"] = confidence.range_s(found.best[0].step_s)
     if path is not None:
@@ -182,9 +185,7 @@ def _seconds(name: str, text: str) -> float:
     return value
 
 
-def _batches(text: str | None, spec: RunSpec, has_epochs: bool) -> list[int]:
-    if text is None:
-        return [spec.parallel.global_batch]
+def _batches(text: str, has_epochs: bool) -> list[int]:
     words = text.split(",")
     if len(words) > 1 and not has_epochs:
         raise ConfigError(

@@ -11,11 +11,17 @@ from gems.cli.framework import Options, print_json
 from gems.config.schema import RunSpec
 from gems.plan.evaluate import simulate
 from gems.search.hybrid import inputs
-from gems.search.hybrid.device_allocation import WorkerChoice, device_counts, picks, plan_hybrid
+from gems.search.hybrid.device_allocation import (
+    HybridPlan,
+    WorkerChoice,
+    device_counts,
+    picks,
+    plan_hybrid,
+)
 from gems.search.hybrid.end_to_end_time import HybridCase
 from gems.search.hybrid.epochs import EQUAL_EPOCHS
 from gems.search.hybrid.quantity import Quantity
-from gems.search.hybrid.worker_step import modelled_efficiency, with_degree, worker_steps
+from gems.search.hybrid.worker_step import Worker, WorkerStep
 from gems.simulation.costs import counts_units
 from gems.utils.tables import RIGHT, table
 from gems.utils.units import counted
@@ -36,9 +42,7 @@ COLUMNS = {
 
 
 def show_hybrid(spec: RunSpec, options: Options) -> int:
-    """Print the plan of a resolved run.
-
-    A row for each number of devices, where hybrid begins to win, and the inputs.
+    """Print a row for each number of devices, where hybrid begins to win, and the inputs.
 
     Raises:
         ConfigError: an option's file or value that cannot be read, or nothing that is known and
@@ -47,16 +51,16 @@ def show_hybrid(spec: RunSpec, options: Options) -> int:
     chosen = options.chosen
     parallel = spec.parallel
     given = inputs.read_epochs(Path(chosen[inputs.EPOCHS])) if inputs.EPOCHS in chosen else None
-    losses = (
-        inputs.read_efficiency(Path(chosen[inputs.EFFICIENCY]), spec.schedule.name)
-        if inputs.EFFICIENCY in chosen
-        else None
-    )
     speedups = inputs.read_speedups(chosen[inputs.SPEEDUP]) if inputs.SPEEDUP in chosen else None
     most = parallel.gpus or MAX_DEVICES
     wanted = sorted(speedups or {*WAYS, parallel.partitions} - {1})
     degrees = (1, *(degree for degree in wanted if degree <= most))
-    steps, refused = worker_steps(spec, degrees, simulate)
+    worker = Worker(spec)
+    efficiency, source = worker.efficiency(), "simulated"
+    if inputs.EFFICIENCY in chosen:
+        path = Path(chosen[inputs.EFFICIENCY])
+        efficiency, source = inputs.read_efficiency(path, spec.schedule.name)
+    steps, refused = worker.steps(degrees, simulate)
     alone_s = steps[1].step_s
     case = HybridCase(
         float((parallel.micro_batches or 1) * parallel.micro_batch_size),
@@ -65,15 +69,14 @@ def show_hybrid(spec: RunSpec, options: Options) -> int:
         or {
             ways: Quantity.exact(alone_s / step.step_s) for ways, step in steps.items() if ways > 1
         },
-        modelled_efficiency(spec) if losses is None else losses[0],
+        efficiency,
         Quantity.exact(alone_s),
         (None if given is None else given.num_samples) or spec.data.train_samples,
         {ways: step.misfit for ways, step in steps.items() if step.misfit is not None},
     )
     plan = plan_hybrid(case, device_counts(case.degrees, most), seed=spec.seed)
-    samples = case.num_samples
-    picked = picks(plan)
-    is_in_units = counts_units(with_degree(spec, 1))
+    alone = worker.with_degree(1)
+    is_in_units = counts_units(alone.cost, alone.memory, alone.machine)
     answer = {
         "schema": SCHEMA,
         "source": "predicted",
@@ -85,19 +88,25 @@ def show_hybrid(spec: RunSpec, options: Options) -> int:
         "machine": spec.machine.name,
         "time_unit": "unit" if is_in_units else "s",
         "worker_batch": case.worker_batch,
-        "samples_per_epoch": samples,
+        "samples_per_epoch": case.num_samples,
         "epochs": None if given is None else inputs.epochs_json(given),
         "speedups": {str(ways): asdict(each) for ways, each in case.speedups.items()},
         "speedup_source": "simulated" if speedups is None else "given",
-        "efficiency_source": "simulated" if losses is None else losses[1],
-        "steps": {
-            str(ways): {
-                "step_s": step.step_s,
-                "peak_bytes": step.peak_bytes,
-                "fits": step.misfit is None,
-            }
-            for ways, step in steps.items()
-        },
+        "efficiency_source": source,
+        "steps": {str(ways): _step(step) for ways, step in steps.items()},
+        **_plan(plan, case.num_samples, is_in_units),
+        "refused": {str(ways): why for ways, why in refused.items() if ways not in case.degrees},
+    }
+    print_json(answer) if options.json else print(_table(answer))
+    return 0
+
+
+def _step(step: WorkerStep) -> dict[str, Any]:
+    return {"step_s": step.step_s, "peak_bytes": step.peak_bytes, "fits": step.misfit is None}
+
+
+def _plan(plan: HybridPlan, samples: int | None, is_in_units: bool) -> dict[str, Any]:
+    return {
         "base": {"workers": plan.base[0], "ways": plan.base[1]},
         "rows": [
             {
@@ -110,15 +119,9 @@ def show_hybrid(spec: RunSpec, options: Options) -> int:
         "crossings": [_by_ways(asdict(each)) for each in plan.break_evens],
         "picks": {
             name: {"devices": choice.devices, **_choice(choice, samples, is_in_units)}
-            for name, choice in picked.items()
+            for name, choice in picks(plan).items()
         },
-        "refused": {str(ways): why for ways, why in refused.items() if ways not in case.degrees},
     }
-    if options.json:
-        print_json(answer)
-    else:
-        print(_table(answer))
-    return 0
 
 
 def _by_ways(fields: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from gems.cli.evaluate import EVALUATE, LAST, names_of_values, read_run
 from gems.cli.framework import Options, print_json
 from gems.config.compose import changed
-from gems.config.schema import DataConfig, RunSpec
+from gems.config.schema import DataConfig
 from gems.data import IMAGES, find_source, kind_of, open_dataset, task_of
 from gems.data.files.paths import expanded, files_below
 from gems.data.files.reader import check_header
@@ -65,7 +65,7 @@ def predict(words: Sequence[str], options: Options) -> int:
         if files:
             listed = Path(scratch) / "files.txt"
             write_list(listed, files, spec.data)
-            spec = replace(spec, data=unlabelled(spec, listed))
+            spec = replace(spec, data=unlabelled(spec.data, spec.seed, listed))
         spec = changed(spec, overrides, takes_options=True)
         if spec.data.name == UNLABELLED:
             check_files(files, spec.data)
@@ -132,13 +132,12 @@ def write_list(path: Path, files: Sequence[Path], data: DataConfig) -> None:
         table.writerows([each, next(iter(data.class_map), "0"), "validation"] for each in files)
 
 
-def unlabelled(spec: RunSpec, listed: Path) -> DataConfig:
+def unlabelled(data: DataConfig, seed: int, listed: Path) -> DataConfig:
     """Return the data of a run with the images of a list in place of its own, read and normalised alike.
 
     Raises:
         ConfigError: the run's samples are not images, or are read by the user's own code.
     """
-    data = spec.data
     if data.target is not None or kind_of(data) != IMAGES:
         what = (
             "the samples of this run are no image files but come from"
@@ -165,9 +164,7 @@ def unlabelled(spec: RunSpec, listed: Path) -> DataConfig:
     }
     made = DataConfig(**kept | changes)
     dataset = (
-        open_dataset(data, spec.seed)
-        if data.normalization == "computed" and data.mean is None
-        else None
+        open_dataset(data, seed) if data.normalization == "computed" and data.mean is None else None
     )
     if not isinstance(dataset, ImageDataset):
         return made

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gems.cli.framework import Options, print_json
-from gems.config.schema import RunSpec
+from gems.config.schema import DataConfig, RunSpec
 from gems.errors import ConfigError
 from gems.profile import ModelProfile
 from gems.profile.spans import Spans
@@ -38,7 +38,7 @@ def show_profile(spec: RunSpec, options: Options) -> int:
     """
     if "--from" in options.chosen:
         points = [read_document(Path(path)) for path in options.chosen["--from"].split(",")]
-        profile = extrapolated(spec, points)
+        profile = extrapolated(spec.data, spec.parallel.micro_batch_size, points)
     else:
         profile = profile_alone(
             Subject.of(replace(spec, profile=replace(spec.profile, whole_model_peak=True)))
@@ -57,7 +57,7 @@ def show_profile(spec: RunSpec, options: Options) -> int:
     return 0
 
 
-def extrapolated(spec: RunSpec, points: Sequence[ModelProfile]) -> ModelProfile:
+def extrapolated(data: DataConfig, size: int, points: Sequence[ModelProfile]) -> ModelProfile:
     """Return the profile at a run's resolution and micro-batch, from profiles of its model at others.
 
     Raises:
@@ -65,8 +65,7 @@ def extrapolated(spec: RunSpec, points: Sequence[ModelProfile]) -> ModelProfile:
     """
     from gems.profile.scaling import extrapolate
 
-    data = spec.data
-    found = extrapolate(points, data.height_px, data.width_px, spec.parallel.micro_batch_size)
+    found = extrapolate(points, data.height_px, data.width_px, size)
     error = found.facts["error"]
     said = (
         "not known: it takes three sizes"

@@ -66,7 +66,7 @@ def train(
         DoesNotFitError: A rank would hold more than its device.
     """
     spec = _with_objects(spec, model, dataset, validation_dataset, loss)
-    if spec.machine.kind == "simulated":
+    if not spec.machine.has_ranks:
         raise ConfigError(
             "machine.kind", "simulated", "has no ranks to train in", "call gems.simulate"
         )

@@ -63,7 +63,7 @@ def run_rank(folder: RunFolder, stop: StopListener) -> None:
     """
     spec = folder.read_spec()
     set_log_level(spec.train.log_level)
-    device = None if spec.machine.kind == "emulated" else _open_device(spec)
+    device = None if spec.machine.is_emulated else _open_device(spec)
     from gems.engine.supervision.affinity import write_affinity
     from gems.engine.supervision.watchdog import LocalPeer, Watchdog
     from gems.engine.transport.mpi import broadcast, gather_here, meet, world

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import import_module
+from typing import Any
 
 from gems.config.recipe import LrSchedulerConfig
 from gems.config.schema import RunSpec
@@ -24,7 +25,7 @@ def needs_check(spec: RunSpec) -> bool:
         any(part.target is not None or part.kwargs for part in recipe)
         or spec.loss.output is not None
         or spec.lr_scheduler.name != LrSchedulerConfig().name
-        or bool(_own_metrics(spec))
+        or bool(_own_metrics(spec.metrics))
         or bool(spec.optimizer.frozen)
         or spec.data.transform is not None
         or num_outputs(spec.model, spec.data) > 1
@@ -48,10 +49,10 @@ def check_recipe(spec: RunSpec) -> str:
     return "loss, optimizer, scheduler, metrics and transform are taken as ranks take them"
 
 
-def _own_metrics(spec: RunSpec) -> dict[str, str | None]:
+def _own_metrics(metrics: Mapping[str, Any]) -> dict[str, str | None]:
     return {
         str(options["target"]): options.get("path")
-        for options in spec.metrics.values()
+        for options in metrics.values()
         if options.get("target")
     }
 
@@ -73,7 +74,12 @@ def _key(spec: RunSpec) -> str:
     ]
     is_constant = spec.lr_scheduler == LrSchedulerConfig()
     length = None if is_constant else (spec.train.steps, spec.parallel.global_batch)
-    hashes = [source_of(target, path) for target, path in _own_code(spec)]
+    own = (spec.model, spec.data, spec.loss, spec.optimizer, spec.lr_scheduler)
+    targets = {part.target: part.path for part in own if part.target is not None}
+    targets |= _own_metrics(spec.metrics)
+    if spec.data.transform is not None:
+        targets[spec.data.transform] = locate("data.transform", spec.data.transform, None)[1]
+    hashes = [source_of(target, path) for target, path in targets.items() if path is not None]
     return repr(
         (
             parts,
@@ -85,14 +91,3 @@ def _key(spec: RunSpec) -> str:
             hashes,
         )
     )
-
-
-def _own_code(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    """Yield the targets whose code is in a folder of the user, with the folder."""
-    parts = (spec.model, spec.data, spec.loss, spec.optimizer, spec.lr_scheduler)
-    targets = {part.target: part.path for part in parts if part.target is not None} | _own_metrics(
-        spec
-    )
-    if spec.data.transform is not None:
-        targets[spec.data.transform] = locate("data.transform", spec.data.transform, None)[1]
-    yield from ((target, path) for target, path in targets.items() if path is not None)

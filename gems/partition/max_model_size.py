@@ -33,18 +33,18 @@ class MaxModelSize:
 
 
 def max_model_sizes(
-    spec: RunSpec, axis: str, methods: tuple[str, ...], case_of: Callable[[RunSpec], PartitionCase]
+    axis: Axis, methods: tuple[str, ...], case_of: Callable[[RunSpec], PartitionCase]
 ) -> list[MaxModelSize]:
-    """Return, for each method, the largest `axis` for which every rank fits machine.device_bytes.
+    """Return, for each method, the largest value of an axis for which every rank fits machine.device_bytes.
 
     The value is doubled, then the interval is bisected. A heuristic's peak may decrease as the
     model grows, so the next values above the result are tried as well. The value is 0 if not even
-    the smallest model trains. `axis` is depth, resolution or micro_batch; `case_of` returns the
-    case of a changed run.
+    the smallest model trains. `case_of` returns the case of a changed run.
 
     Raises:
         ConfigError: machine.device_bytes is not set, or the model has no such axis.
     """
+    spec = axis.spec
     limit = spec.machine.device_bytes
     if limit is None:
         raise ConfigError(
@@ -56,11 +56,13 @@ def max_model_sizes(
 
     if spec.model.target is None and spec.model.name == "resnet":
         # the block of its own depth; "auto" would change it from one depth to another
-        spec = replace(spec, model=replace(spec.model, block=block_of(spec.model)))
+        axis = replace(
+            axis, spec=replace(spec, model=replace(spec.model, block=block_of(spec.model)))
+        )
 
     @lru_cache(maxsize=1)  # the tables of a deep model are large
     def case(value: int) -> PartitionCase:
-        return case_of(with_value(spec, axis, value))
+        return case_of(axis.at(value))
 
     @cache
     def peak(method: str, value: int) -> int:
@@ -72,7 +74,7 @@ def max_model_sizes(
 
     answers = []
     for method in methods:
-        value = search(spec, axis, lambda value, method=method: peak(method, value) <= limit)  # type: ignore[misc]
+        value = axis.search(lambda value, method=method: peak(method, value) <= limit)  # type: ignore[misc]
         if not value:
             answers.append(MaxModelSize(method, 0, 0, 0))
             continue
@@ -98,72 +100,78 @@ def least_bytes(case: PartitionCase) -> int:
     return total // case.schedule.num_ranks
 
 
-def with_value(spec: RunSpec, axis: str, value: int) -> RunSpec:
-    """Return the run with another depth, resolution (both sides) or micro-batch size."""
-    if axis == "depth":
-        return replace(spec, model=replace(spec.model, depth=value))
-    if axis == RESOLUTION:
-        return replace(spec, data=replace(spec.data, height_px=value, width_px=value))
-    return replace(spec, parallel=replace(spec.parallel, micro_batch_size=value))
+@dataclass(frozen=True)
+class Axis:
+    """A size of a run that can grow: its depth, its resolution (both sides) or its micro-batch."""
 
+    spec: RunSpec
+    name: str
 
-def search(
-    spec: RunSpec, axis: str, fits: Callable[[int], bool], first: int = 1, tolerance: float = 0.0
-) -> int:
-    """Return the largest value found that fits, starting at `first`; 0 if none does.
+    def at(self, value: int) -> RunSpec:
+        """Return the run with another value."""
+        spec = self.spec
+        if self.name == "depth":
+            return replace(spec, model=replace(spec.model, depth=value))
+        if self.name == RESOLUTION:
+            return replace(spec, data=replace(spec.data, height_px=value, width_px=value))
+        return replace(spec, parallel=replace(spec.parallel, micro_batch_size=value))
 
-    The result is accurate to the relative `tolerance`.
-    """
-    good = 0
-    bad = MAX_VALUES[axis] + 1
-    step = max(first, stride_of(spec.model) if axis == RESOLUTION else 1)
-    while step < bad:
-        value = _at_least(spec, axis, step)
-        if value is None or value >= bad:
-            break
-        if fits(value):
-            good = value
-            step = 2 * value
-        else:
-            bad = value
-    while True:
-        middle = _at_least(spec, axis, good + (bad - good) // 2)
-        if middle is None or not good < middle < bad:
-            middle = _at_least(spec, axis, good + 1)
-        if middle is None or not good < middle < bad:
-            break
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-        if bad - good <= tolerance * good:
-            return good
-    value = bad
-    for _ in range(PROBES_ABOVE):
-        if value <= MAX_VALUES[axis] and fits(value):
-            good = value
-        above = _at_least(spec, axis, value + 1)
-        if above is None:
-            break
-        value = above
-    return good
+    def search(self, fits: Callable[[int], bool], first: int = 1, tolerance: float = 0.0) -> int:
+        """Return the largest value found that fits, starting at `first`; 0 if none does.
 
+        The result is accurate to the relative `tolerance`.
+        """
+        most = MAX_VALUES[self.name]
+        good = 0
+        bad = most + 1
+        step = max(first, stride_of(self.spec.model) if self.name == RESOLUTION else 1)
+        while step < bad:
+            value = self._at_least(step)
+            if value is None or value >= bad:
+                break
+            if fits(value):
+                good = value
+                step = 2 * value
+            else:
+                bad = value
+        while True:
+            middle = self._at_least(good + (bad - good) // 2)
+            if middle is None or not good < middle < bad:
+                middle = self._at_least(good + 1)
+            if middle is None or not good < middle < bad:
+                break
+            good, bad = (middle, bad) if fits(middle) else (good, middle)
+            if bad - good <= tolerance * good:
+                return good
+        value = bad
+        for _ in range(PROBES_ABOVE):
+            if value <= most and fits(value):
+                good = value
+            above = self._at_least(value + 1)
+            if above is None:
+                break
+            value = above
+        return good
 
-def _at_least(spec: RunSpec, axis: str, value: int) -> int | None:
-    """Return the smallest value from `value` on that the model can have, or None."""
-    if axis == RESOLUTION:
-        stride = stride_of(spec.model)
-        return -(-value // stride) * stride
-    if axis == "micro_batch":
-        return max(1, value)
-    partitions = spec.parallel.partitions
-    num_stages = spec.schedule.num_stages(partitions) or partitions
-    for depth in range(max(1, value), value + DEPTH_REACH):
-        changed = with_value(spec, axis, depth)
-        try:
-            layers = layers_of(changed.model, changed.data)
-            check_image(changed.model, changed.data)
-        except ConfigError as error:
-            if error.key != "model.depth":
-                raise
-            continue
-        if len(layers) >= num_stages:
-            return depth
-    return None
+    def _at_least(self, value: int) -> int | None:
+        """Return the smallest value from `value` on that the model can have, or None."""
+        spec = self.spec
+        if self.name == RESOLUTION:
+            stride = stride_of(spec.model)
+            return -(-value // stride) * stride
+        if self.name == "micro_batch":
+            return max(1, value)
+        partitions = spec.parallel.partitions
+        num_stages = spec.schedule.num_stages(partitions) or partitions
+        for depth in range(max(1, value), value + DEPTH_REACH):
+            changed = self.at(depth)
+            try:
+                layers = layers_of(changed.model, changed.data)
+                check_image(changed.model, changed.data)
+            except ConfigError as error:
+                if error.key != "model.depth":
+                    raise
+                continue
+            if len(layers) >= num_stages:
+                return depth
+        return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from gems.config.schema import MachineConfig, RunSpec
+from gems.config.schema import MachineConfig
 from gems.errors import ConfigError
 from gems.partition.dlplacer.devices import Devices, TimedPlacement
 from gems.partition.dlplacer.place import OperatorPlacement, place
@@ -20,36 +20,34 @@ from gems.schedule.schedule import Schedule
 from gems.utils.cache import cached
 
 
-def placement_of(spec: RunSpec, num_devices: int, method: str = "auto") -> OperatorPlacement:
-    """Place the operators of a resolved run's model for one micro-batch, within partition.budget_s.
+def placement_of(
+    subject: Subject, num_devices: int, budget_s: float, seed: int, method: str = "auto"
+) -> OperatorPlacement:
+    """Place the operators of a model for one micro-batch, within `budget_s`.
 
     Raises:
         ConfigError: The operators cannot be profiled, or the method is not available.
         DoesNotFitError: No placement that was found keeps machine.device_bytes.
     """
-    return place(
-        graph_of(spec),
-        devices_of(spec.machine, num_devices),
-        spec.partition.budget_s,
-        method,
-        spec.seed,
-    )
+    devices = devices_of(subject.machine, num_devices)
+    return place(graph_of(subject), devices, budget_s, method, seed)
 
 
-def graph_of(spec: RunSpec) -> OpGraph:
-    """Return the operators of a resolved run's model, with roofline times on its machine.
+def graph_of(subject: Subject) -> OpGraph:
+    """Return the operators of a model, with roofline times on its machine.
 
     Raises:
         ConfigError: The profile is not profile=fake, or cannot be computed.
     """
-    if spec.profile.name != "fake" or spec.profile.path is not None:
+    source = subject.profile
+    if source.name != "fake" or source.path is not None:
         raise ConfigError(
             "profile",
-            spec.profile.path or spec.profile.name,
+            source.path or source.name,
             "knows whole layers only",
             "use profile=fake, which takes operators by the rates of machine=",
         )
-    return OpGraph.from_json(operators_taken(Subject.of(spec)))
+    return OpGraph.from_json(operators_taken(subject))
 
 
 def devices_of(machine: MachineConfig, num: int) -> Devices:
@@ -59,7 +57,7 @@ def devices_of(machine: MachineConfig, num: int) -> Devices:
     return Devices(num, latency_s, s_per_byte, machine.device_bytes, network.has_contention)
 
 
-def placed_on(spec: RunSpec) -> Schedule:
+def placed_on(subject: Subject, budget_s: float, seed: int) -> Schedule:
     """Return the compute-only schedule of schedule=placed.
 
     Each operator is a stage, on the ranks of the placement. The placement is cached, so that all
@@ -70,33 +68,32 @@ def placed_on(spec: RunSpec) -> Schedule:
             parallel.
         DoesNotFitError: As in `placement_of`.
     """
-    graph = graph_of(spec)
-    num_ranks = spec.parallel.partitions
-    devices = devices_of(spec.machine, num_ranks)
-    key = repr((graph, devices, spec.partition.budget_s, spec.seed))
+    graph = graph_of(subject)
+    num_ranks = subject.parallel.partitions
+    devices = devices_of(subject.machine, num_ranks)
+    key = repr((graph, devices, budget_s, seed))
 
     def make() -> dict[str, Any]:
-        return asdict(placement_of(spec, num_ranks).timed)
+        return asdict(placement_of(subject, num_ranks, budget_s, seed).timed)
 
-    timed = TimedPlacement(**cached(spec.cache_dir, "placement", key, make))
+    timed = TimedPlacement(**cached(subject.cache_dir, "placement", key, make))
     unused = sorted(set(range(num_ranks)) - set(timed.places))
     if unused:
         raise ConfigError(
             "parallel.partitions",
             num_ranks,
-            f"is more than the branches of {spec.model.name} can use: "
+            f"is more than the branches of {subject.model.name} can use: "
             f"the fastest placement leaves rank {unused[0]} without work",
             "use fewer, or a model with branches (inception_v3, googlenet)",
         )
     by_forward = sorted(graph.order, key=lambda v: timed.forward_start_s[v])
     by_backward = sorted(graph.order[::-1], key=lambda v: timed.backward_start_s[v])
     placement = Placement(num_ranks, (tuple(timed.places),), graph.predecessors)
-    return placed(placement, spec.parallel.micro_batches or 1, by_forward, by_backward)
+    return placed(placement, subject.parallel.micro_batches or 1, by_forward, by_backward)
 
 
-def stage_costs_of(spec: RunSpec) -> StageCosts:
+def stage_costs_of(graph: OpGraph) -> StageCosts:
     """Return the costs of the stages of schedule=placed, in seconds and bytes."""
-    graph = graph_of(spec)
     backward = tuple(op.backward_s for op in graph.ops)
     return StageCosts(
         forward=tuple(op.forward_s for op in graph.ops),

@@ -11,7 +11,7 @@ from gems.config.schema import CostConfig, RunSpec
 from gems.memory.registry import plan_of, plan_within
 from gems.models import layers_of
 from gems.partition.methods import Partitioner
-from gems.partition.operator_placement import placed_on, stage_costs_of
+from gems.partition.operator_placement import graph_of, placed_on, stage_costs_of
 from gems.partition.problem import Partition
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of
@@ -125,7 +125,7 @@ class Draft:
         costs = self.configured
         cost = costs.cost
         if costs.schedule.name == PLACED:
-            stages = stage_costs_of(self.run).in_units(cost.unit_s, 1)
+            stages = stage_costs_of(graph_of(self.subject)).in_units(cost.unit_s, 1)
             return replace(costs, cost=replace(cost, stages=to_json(stages)))
         if not cost.from_layers or cost.activation_bytes:
             return costs
@@ -143,7 +143,7 @@ class Draft:
     def compute(self) -> Schedule:
         """The compute-only schedule: generated, found by a search, or read from a file."""
         if self.run.schedule.name == PLACED:
-            return placed_on(self.run)
+            return placed_on(self.subject, self.run.partition.budget_s, self.run.seed)
         if is_searched(self.run.schedule.name):
             return from_json(self.found["schedule"])
         return generate(self.costs, self.run.seed)

@@ -7,7 +7,7 @@ from functools import cache
 
 from gems.config.schema import MemoryConfig, RunSpec
 from gems.errors import ConfigError, DoesNotFitError
-from gems.partition.max_model_size import RESOLUTION, search, with_value
+from gems.partition.max_model_size import RESOLUTION, Axis
 from gems.plan.evaluate import evaluate
 from gems.plan.strips_choice import KEY
 
@@ -34,11 +34,12 @@ def largest_image(spec: RunSpec) -> LargestImage | None:
     """
     memory = MemoryConfig("recompute", recompute="strip") if spec.memory.keeps else spec.memory
     given = spec.parallel.strips
+    axis = Axis(replace(spec, memory=memory), RESOLUTION)
 
     @cache
     def trained(side_px: int) -> LargestImage | None:
         strips = given if given > 1 else max(2, side_px // STRIP_ROWS)
-        sized = with_value(replace(spec, memory=memory), RESOLUTION, side_px)
+        sized = axis.at(side_px)
         try:
             peak = evaluate(replace(sized, parallel=replace(sized.parallel, strips=strips))).peak
         except DoesNotFitError:
@@ -47,9 +48,7 @@ def largest_image(spec: RunSpec) -> LargestImage | None:
         return LargestImage(side_px, strips, memory.name, peak.device_bytes)
 
     try:
-        side_px = search(
-            spec, RESOLUTION, lambda value: trained(value) is not None, STRIP_ROWS, PRECISION
-        )
+        side_px = axis.search(lambda value: trained(value) is not None, STRIP_ROWS, PRECISION)
     except ConfigError as error:
         if error.key != KEY:
             raise

@@ -138,7 +138,7 @@ def device_memory_remedies(spec: RunSpec | None, is_fragmented: bool = False) ->
             " free pieces would have been enough"
         )
     if spec is not None and not spec.memory.keeps:
-        advice.append(f"a smaller memory.limit_bytes, now under memory={spec.memory.name}")
+        advice.append(f"a smaller memory.limit_bytes, now under {spec.memory.choice}")
     else:
         advice.append(
             "memory=plan with machine.device_bytes, which recomputes or offloads what does not fit"

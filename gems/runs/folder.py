@@ -387,14 +387,13 @@ def to_yaml(spec: RunSpec) -> str:
     return str(yaml.dump(spec.to_dict(), Dumper=DUMPER, sort_keys=False))
 
 
-def older_folders(spec: RunSpec) -> list[Path]:
+def older_folders(own: Path) -> list[Path]:
     """Return the other folders with the same configuration, beside a resolved run's own.
 
     They exist because earlier versions computed other IDs.
     """
-    own = RunFolder.of(spec).path
     found = []
-    for path in sorted(own.parent.glob(f"{escape(spec.name)}-{'[0-9a-f]' * 8}")):
+    for path in sorted(own.parent.glob(f"{escape(own.name[:-8])}{'[0-9a-f]' * 8}")):
         with contextlib.suppress(ConfigError, OSError):  # not a run, or an unreadable one
             if (
                 path != own

@@ -49,7 +49,7 @@ def prepare(
         )
     spec = plan.spec if plan else with_strips_chosen(spec)
     folder = RunFolder.of(spec)
-    for older in older_folders(spec) if not folder.path.exists() else ():
+    for older in older_folders(folder.path) if not folder.path.exists() else ():
         print(
             f"gems: {older} is an older folder of this configuration, from an earlier version; "
             f"train.resume={older} goes on from it",

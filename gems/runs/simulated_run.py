@@ -132,7 +132,7 @@ def _attributes(spec: RunSpec, memory: list[tuple[RankMemory, ...]]) -> dict[str
         "calibrated_from": machine.calibrated_from,
         "held_out_error": machine.held_out_error,
         "noise": machine.noise or None,
-        TIME_UNIT: "unit" if counts_units(spec) else None,
+        TIME_UNIT: "unit" if counts_units(spec.cost, spec.memory, machine) else None,
     }
     peaks = [
         round(max(rank.peak - rank.parameters for rank in each))

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.profile.pace import FACT, RunPace
 from gems.profile.store import is_fake, known_pace, read_document
@@ -167,13 +166,12 @@ class Confidence:
         return None if self.band is None else (self.band[0] * step_s, self.band[1] * step_s)
 
 
-def confidence_of(spec: RunSpec) -> Confidence:
-    """Return the confidence in a prediction of a resolved run's step by its layers.
+def confidence_of(subject: Subject) -> Confidence:
+    """Return the confidence in a prediction of a step by its layers.
 
     With a known pace, it is calibrated. Layers that were measured alone give a band. For layers on
     fake tensors only the rates of the machine are known, and no run has shown the error.
     """
-    subject = Subject.of(spec)
     path = subject.profile.path
     pace = known_pace(subject)
     profile = None if path is None else read_document(Path(path))

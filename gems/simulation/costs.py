@@ -167,13 +167,12 @@ def is_by_layers(cost: CostConfig, memory: MemoryConfig) -> bool:
     return cost.from_layers or not memory.keeps
 
 
-def counts_units(run: RunSpec) -> bool:
+def counts_units(cost: CostConfig, memory: MemoryConfig, machine: MachineConfig) -> bool:
     """Return whether a run's times are in units without a length in seconds.
 
     That is the case for configured costs without cost.unit_s.
     """
-    is_emulated = run.machine.kind == "emulated"
-    return run.cost.unit_s == 1.0 and not (is_emulated or is_by_layers(run.cost, run.memory))
+    return cost.unit_s == 1.0 and not (machine.is_emulated or is_by_layers(cost, memory))
 
 
 def parts_s(outcome: PlanOutcome, step: Simulation) -> dict[str, float]:

@@ -9,6 +9,7 @@ from typing import Any
 from gems.config.schema import RunSpec
 from gems.memory.case import PlanOutcome
 from gems.memory.timeline import RankTimeline
+from gems.profile.subject import Subject
 from gems.schedule.action import Kind
 from gems.schedule.bounds import memory_time_bound
 from gems.schedule.costs import Network, StageCosts
@@ -77,7 +78,11 @@ class Prediction:
         """
         run = self.run
         is_real = run.machine.is_real
-        return confidence_of(run) if is_real and is_by_layers(run.cost, run.memory) else None
+        return (
+            confidence_of(Subject.of(run))
+            if is_real and is_by_layers(run.cost, run.memory)
+            else None
+        )
 
     @property
     def peak_bytes(self) -> tuple[float, ...] | None:
@@ -99,8 +104,8 @@ class Prediction:
         where that is not known or does not apply.
         """
         confidence = self.confidence
-        is_in_units = counts_units(self.run)
         spec = self.run
+        is_in_units = counts_units(spec.cost, spec.memory, spec.machine)
         step = self.step
         num_ranks = self.schedule.num_ranks
         size = self.activation_bytes

@@ -16,7 +16,6 @@ from gems.runs.owner import own_job_id
 SIMULATED = "simulated"
 MPIEXEC = "mpiexec"
 SITE_MPIEXECS = ("hydra", "pals")  # which find the nodes of a job of PBS or Flux
-PROBE = "probe"
 CODE, IMAGE = STAGED
 # launchers that only work in jobs of one batch system
 OF_SYSTEM = {"srun": "slurm", "ibrun": "slurm", "flux": "flux"}
@@ -188,7 +187,7 @@ def job_spec(spec: RunSpec) -> JobSpec:
     cluster = spec.cluster
     nodes = cluster.nodes or 1
     python: tuple[str, ...] = (sys.executable,)
-    if spec.machine.kind == SIMULATED:
+    if not spec.machine.has_ranks:
         return JobSpec(spec.name, SIMULATED, cluster, 1, 1, 1, 1, 0, python, cluster.minutes)
     system = OF_SYSTEM.get(cluster.launcher, cluster.scheduler)
     if system != cluster.scheduler:
@@ -237,5 +236,5 @@ def job_spec(spec: RunSpec) -> JobSpec:
         python,
         cluster.minutes,
         snapshot=cluster.archive_code and is_batch,
-        checks_placement=spec.machine.kind == PROBE,
+        checks_placement=spec.machine.is_probe,
     )

@@ -25,7 +25,6 @@ from jobs.batch.output import report
 from jobs.batch.resources import JobSpec, job_spec
 from jobs.launch.transaction import SignalsWait
 from jobs.probes.mpi import (
-    MPI_MACHINES,
     RANKS,
     keep_probe,
     known_probe,
@@ -66,7 +65,7 @@ def probe(words: Sequence[str], options: Options) -> int:
     spec = compose([*TWO_RANKS, *words])
     # its folder is not a run's, and there is nothing to save
     spec = replace(spec, cluster=replace(spec.cluster, archive_code=False, signal_before_end_s=0))
-    if spec.machine.kind not in MPI_MACHINES:
+    if not spec.machine.takes_steps:
         raise ConfigError(
             "machine.kind", spec.machine.kind, "has no ranks to probe", "use machine=auto"
         )

@@ -18,7 +18,7 @@ from gems.runs.folder import RunFolder
 from gems.utils.run_module import RUN_MODULE
 from gems.utils.tables import RIGHT, table
 from jobs.batch.output import report
-from jobs.batch.resources import PROBE, job_spec
+from jobs.batch.resources import job_spec
 from jobs.launch.own_job import CANCELLED_CODE
 from jobs.preflight.checks import show, site_checks
 from jobs.preflight.cost import DRY_RUN, YES, describe_cost, is_confirmed
@@ -102,7 +102,7 @@ def _finish(
     finished = [
         point.folder.path
         for point, _, state in seen
-        if state == FINISHED and point.spec.machine.kind != PROBE
+        if state == FINISHED and not point.spec.machine.is_probe
     ]
     if finished and not record.is_cancelled:
         code, drawn = draw(finished, record.path, as_json=options.json)

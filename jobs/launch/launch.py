@@ -33,7 +33,7 @@ from gems.utils.units import now_utc
 from jobs.batch.command import run_command
 from jobs.batch.launchers import command, module_on_each_node, on_each_node
 from jobs.batch.output import report
-from jobs.batch.resources import CODE, IMAGE, PROBE, SIMULATED, JobSpec, job_spec
+from jobs.batch.resources import CODE, IMAGE, SIMULATED, JobSpec, job_spec
 from jobs.diagnosis.launcher_output import RANK_CODES, LauncherOutput
 from jobs.diagnosis.root_cause import Failure, find_failure, read_records
 from jobs.launch import own_job
@@ -347,7 +347,7 @@ def collect(folder: RunFolder, summary: str = STDOUT) -> int:
         out: IO[str] | None = sys.stderr if summary == STDERR else None
         if summary == LOGS:
             out = stack.enter_context((folder.logs / "summary.txt").open("w"))
-        if folder.read_spec().machine.kind == PROBE:
+        if folder.read_spec().machine.is_probe:
             return show_placement(folder, out, is_json)
         argv = [*words, "--json"] if is_json else words
         return subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=out).returncode

@@ -16,6 +16,7 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError, GemsError
 from gems.launch.recipe import check_recipe, needs_check
 from gems.plan.evaluate import Peak, Plan
+from gems.profile.subject import Subject
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import check_folder
 from gems.simulation.calibration import confidence_of
@@ -177,7 +178,7 @@ def check_host_memory(spec: RunSpec, peak: Peak) -> None:
     """Raise DoesNotFitError if the ranks of a node would keep more in host memory than it has."""
     limit = spec.cluster.node_memory_bytes
     if limit is not None and peak.host_bytes > limit:
-        where = f"host memory of the ranks on a node under memory={spec.memory.name}"
+        where = f"host memory of the ranks on a node under {spec.memory.choice}"
         raise DoesNotFitError(
             where, peak.host_bytes, limit, SMALLER, key="cluster.node_memory_bytes"
         )
@@ -270,7 +271,7 @@ def _check_time(spec: RunSpec, job: JobSpec, plan: Plan) -> Outcome:
     predicted_s = plan.steps_s
     if predicted_s is None:
         return None, f"{job.minutes} min requested; the steps' time is not predicted"
-    confidence = confidence_of(spec) if spec.machine.is_real else None
+    confidence = confidence_of(Subject.of(spec)) if spec.machine.is_real else None
     least_s, most_s = (confidence and confidence.range_s(predicted_s)) or (predicted_s, predicted_s)
     minutes = (
         f"{least_s / 60:.2g} to {most_s / 60:.2g}"

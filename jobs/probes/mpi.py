@@ -30,7 +30,6 @@ from jobs.status.job_record import read_or_empty
 KIND = "probe"  # in the cache
 MAX_AGE = timedelta(days=30)
 RANKS = 2
-MPI_MACHINES = ("real", "emulated")  # kinds of machine whose ranks speak MPI
 # The keys of a cluster by which ranks are started. The same values, the same answer.
 CLUSTER_KEYS = (
     "name",
@@ -94,7 +93,7 @@ def needs_probe(spec: RunSpec, job: JobSpec) -> bool:
     return (
         job.is_batch
         and job.tasks >= RANKS
-        and spec.machine.kind in MPI_MACHINES
+        and spec.machine.takes_steps
         and known_probe(spec, job) is None
     )
 

@@ -141,7 +141,7 @@ def predicted(spec: RunSpec, links: Calibration) -> Step:
     spec = replace(spec, machine=replace(spec.machine, **values))
     run_costs = RunCosts.of(spec)
     simulated = run_costs.kept(made).simulation
-    if spec.machine.kind == "emulated":
+    if spec.machine.is_emulated:
         stages = run_costs.stages(made.placement)
         memory = memory_over_time(made, stages, simulated, cost.activation_bytes, cost.param_bytes)
         peak = max(rank.peak - rank.parameters for rank in memory)

@@ -16,7 +16,7 @@ from gems.plan.draft import Draft
 from gems.plan.evaluate import simulate
 from gems.profile import ModelProfile
 from gems.search.hybrid.inputs import read_speedups
-from gems.search.hybrid.worker_step import modelled_efficiency, with_degree, worker_step
+from gems.search.hybrid.worker_step import Worker
 from gems.simulation.costs import RunCosts
 from gems.simulation.prediction import Prediction
 from tests.helpers.commands import Gems, check_refusal
@@ -120,19 +120,19 @@ def test_units_are_no_hours(gems_: Gems) -> None:
 
 def test_more_parts_are_smaller_parts(gems_: Gems) -> None:
     spec = compose([*ON_PAPER, *BYTES])
-    eight = with_degree(spec, 8)
-    one = with_degree(spec, 1)
+    eight = Worker(spec).with_degree(8)
+    one = Worker(spec).with_degree(1)
     assert eight.cost.forward == 0.5 and one.cost.forward == 4.0
     assert (eight.cost.param_bytes, one.cost.activation_bytes) == (50000, 4000)
-    assert with_degree(spec, 4).cost == spec.cost
+    assert Worker(spec).with_degree(4).cost == spec.cost
 
 
 def test_efficiency_is_that_of_the_simulated_replicas() -> None:
     spec = compose([*ON_PAPER, *LINKS])
-    modelled = modelled_efficiency(spec)
+    modelled = Worker(spec).efficiency()
     assert modelled(1, 2) == 1.0
     for ways, workers in ((1, 4), (2, 16)):
-        many = with_degree(spec, ways)
+        many = Worker(spec).with_degree(ways)
         spans = []
         for replicas in (1, workers):
             many.parallel.replicas = replicas
@@ -147,7 +147,7 @@ def predicted(spec: RunSpec) -> Prediction:
 
 def test_a_worker_that_does_not_fit_is_left_out(gems_: Gems) -> None:
     spec = compose([*ON_PAPER, *BYTES])
-    peaks = {ways: worker_step(spec, ways, predicted).peak_bytes for ways in (1, 2, 4, 8)}
+    peaks = {ways: Worker(spec).step(ways, predicted).peak_bytes for ways in (1, 2, 4, 8)}
     assert None not in peaks.values()
     limit = (peaks[1] or 0) - 1
     answer = answer_of(gems_, *ON_PAPER, *BYTES, f"machine.device_bytes={limit}")

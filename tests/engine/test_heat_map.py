@@ -5,7 +5,6 @@ And the slides of --input.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +44,7 @@ def data(tmp_path: Path) -> DataConfig:
     )
     listed = tmp_path / "list.csv"
     write_list(listed, paths, own)
-    return unlabelled(replace(make_spec(), data=own), listed)
+    return unlabelled(own, make_spec().seed, listed)
 
 
 def test_slides_without_labels_are_a_validation_split(data: DataConfig) -> None:

@@ -10,7 +10,7 @@ from gems.config.resolve import resolve
 from gems.config.schema import MachineConfig, ModelConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError
 from gems.models import layers_of, stride_of
-from gems.partition.max_model_size import least_bytes, max_model_sizes, with_value
+from gems.partition.max_model_size import Axis, least_bytes, max_model_sizes
 from gems.partition.methods import PartitionCase, partition_by
 from gems.profile import LayerProfile
 from gems.schedule import generate
@@ -70,21 +70,19 @@ def fits(spec: RunSpec, method: str) -> bool:
 )
 def test_the_search_finds_what_a_scan_finds(axis: str, limit: int, values: list[int]) -> None:
     spec = spec_of(limit)
-    found = max_model_sizes(spec, axis, TRIED, case_of)
+    found = max_model_sizes(Axis(spec, axis), TRIED, case_of)
     assert [each.method for each in found] == list(TRIED)
     for each in found:
-        expected = max(
-            value for value in values if fits(with_value(spec, axis, value), each.method)
-        )
+        expected = max(value for value in values if fits(Axis(spec, axis).at(value), each.method))
         assert each.value == expected
-        case = case_of(with_value(spec, axis, expected))
+        case = case_of(Axis(spec, axis).at(expected))
         assert each.num_parameters == sum(layer.param_bytes for layer in case.profile.layers) // 4
         assert 0 < each.peak_bytes <= limit
     assert found[0].value == max(each.value for each in found)
 
 
 def test_nothing_trains() -> None:
-    (found,) = max_model_sizes(spec_of(1000), "resolution", ("exact",), case_of)
+    (found,) = max_model_sizes(Axis(spec_of(1000), "resolution"), ("exact",), case_of)
     assert (found.value, found.num_parameters, found.peak_bytes) == (0, 0, 0)
 
 
@@ -92,14 +90,14 @@ def test_a_limit_is_needed() -> None:
     with pytest.raises(
         ConfigError, match=r"machine\.device_bytes=null: must be given for --largest"
     ):
-        max_model_sizes(spec_of(None), "depth", ("exact",), case_of)
+        max_model_sizes(Axis(spec_of(None), "depth"), ("exact",), case_of)
 
 
 def test_a_value_is_put_in_its_place() -> None:
     spec = spec_of(1)
-    assert with_value(spec, "depth", 32).model.depth == 32
-    assert with_value(spec, "micro_batch", 3).parallel.micro_batch_size == 3
-    changed = with_value(spec, "resolution", 64)
+    assert Axis(spec, "depth").at(32).model.depth == 32
+    assert Axis(spec, "micro_batch").at(3).parallel.micro_batch_size == 3
+    changed = Axis(spec, "resolution").at(64)
     assert (changed.data.height_px, changed.data.width_px) == (64, 64)
     assert replace(changed, data=spec.data) == spec
     assert stride_of(spec.model) == 4

@@ -10,7 +10,7 @@ import pytest
 import gems.plan.largest_image
 from gems.config.schema import RunSpec
 from gems.errors import DoesNotFitError
-from gems.partition.max_model_size import RESOLUTION, with_value
+from gems.partition.max_model_size import RESOLUTION, Axis
 from gems.plan.evaluate import evaluate
 from gems.plan.largest_image import largest_image
 from tests.helpers.toys import make_spec
@@ -29,7 +29,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSpec:
 
 
 def in_strips(spec: RunSpec, side_px: int, strips: int) -> RunSpec:
-    run = with_value(spec, RESOLUTION, side_px)
+    run = Axis(spec, RESOLUTION).at(side_px)
     memory = replace(run.memory, name="recompute", recompute="strip")
     return replace(run, memory=memory, parallel=replace(run.parallel, strips=strips))
 
@@ -43,10 +43,8 @@ def test_the_largest_fits_and_little_more_does_not(spec: RunSpec) -> None:
         evaluate(in_strips(spec, round(found.side_px * (1 + 2 * PRECISION)), found.strips))
     with pytest.raises(DoesNotFitError):
         evaluate(
-            with_value(
-                replace(spec, memory=replace(spec.memory, name="recompute")),
-                RESOLUTION,
-                found.side_px,
+            Axis(replace(spec, memory=replace(spec.memory, name="recompute")), RESOLUTION).at(
+                found.side_px
             )
         )
 

@@ -16,6 +16,7 @@ from gems.config.schema import MachineConfig
 from gems.engine.transport.speed_probe import rank_pairs
 from gems.errors import ConfigError
 from gems.profile.pace import RunPace
+from gems.profile.subject import Subject
 from gems.schedule.costs import Network
 from gems.schedule.replicas import all_reduce
 from gems.simulation.calibration import (
@@ -152,15 +153,15 @@ class TestPace:
 
     def test_how_far_a_prediction_can_be_trusted(self, tmp_path: Path) -> None:
         words = ["profile=measured", f"cache_dir={tmp_path}", "data=synthetic", "machine=cpu"]
-        alone = confidence_of(compose(words))
-        rates = confidence_of(compose([*words, "profile=fake"]))
+        alone = confidence_of(Subject.of(compose(words)))
+        rates = confidence_of(Subject.of(compose([*words, "profile=fake"])))
         assert not alone.is_calibrated and alone.range_s(2.0) == (2.0, 2 * UNCALIBRATED[1])
         assert "not calibrated for this machine" in alone.words and "make calibrate" in alone.words
         assert (rates.is_calibrated, rates.band) == (
             False,
             None,
         ) and "rates of machine=cpu" in rates.words
-        known = confidence_of(compose([*words, "machine.pace_factor=1.2"]))
+        known = confidence_of(Subject.of(compose([*words, "machine.pace_factor=1.2"])))
         assert (known.is_calibrated, known.range_s(2.0)) == (True, None)
 
 

@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from gems.config.fields import keys
 from gems.config.schema import RunSpec
@@ -34,6 +34,16 @@ class Logger(Protocol):
 
     def close(self) -> None:
         """Write what is left."""
+
+
+class LoggedRun(NamedTuple):
+    """What a tracker knows of a run; `first_step` counts from 0."""
+
+    name: str
+    run_id: str
+    path: Path
+    settings: Mapping[str, Any]
+    first_step: int
 
 
 class Loggers:
@@ -83,9 +93,8 @@ def open_loggers(
     with contextlib.ExitStack() as opened:
         made: list[Logger] = []
         for name in spec.train.loggers:
-            made.append(
-                opened.enter_context(contextlib.closing(_MAKERS[name](spec, folder, first_step)))
-            )
+            run = LoggedRun(spec.name, folder.run_id(spec), folder.path, settings(spec), first_step)
+            made.append(opened.enter_context(contextlib.closing(_MAKERS[name](run))))
         made.append(CsvLogger(folder.metrics_csv, names, first_step))
         opened.pop_all()
     return Loggers(made)
@@ -141,13 +150,13 @@ class CsvLogger:
 class TensorBoardLogger:
     """Event files in the run's folder, for `tensorboard --logdir runs`."""
 
-    def __init__(self, spec: RunSpec, folder: RunFolder, first_step: int) -> None:
+    def __init__(self, run: LoggedRun) -> None:
         writer = _package("tensorboard", "torch.utils.tensorboard").SummaryWriter
         self._writer = writer(
-            str(folder.path / "tensorboard"), purge_step=first_step + 1 if first_step else None
+            str(run.path / "tensorboard"), purge_step=run.first_step + 1 if run.first_step else None
         )
         self._writer.add_text(
-            "run.yaml", "\n".join(f"    {key}: {value}" for key, value in settings(spec).items())
+            "run.yaml", "\n".join(f"    {key}: {value}" for key, value in run.settings.items())
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -166,16 +175,16 @@ class WandbLogger:
     `wandb sync` sends it later.
     """
 
-    def __init__(self, spec: RunSpec, folder: RunFolder, first_step: int) -> None:
+    def __init__(self, run: LoggedRun) -> None:
         os.environ.setdefault("WANDB_SILENT", "true")  # read when it is imported
         wandb = _package("wandb")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "gems"),
-            name=folder.path.name,
-            id=folder.run_id(spec),
+            name=run.path.name,
+            id=run.run_id,
             resume="allow",
-            dir=str(folder.path),
-            config=settings(spec),
+            dir=str(run.path),
+            config=run.settings,
             mode=os.environ.get("WANDB_MODE", "offline"),
         )
 
@@ -191,27 +200,27 @@ class WandbLogger:
 class MlflowLogger:
     """A run of MLflow, in `mlruns` beside the run folders, or at MLFLOW_TRACKING_URI if set."""
 
-    def __init__(self, spec: RunSpec, folder: RunFolder, first_step: int) -> None:
+    def __init__(self, run: LoggedRun) -> None:
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # which MLflow 3 refuses otherwise
         _package("mlflow")
         client = importlib.import_module("mlflow.tracking").MlflowClient
-        store = os.environ.get("MLFLOW_TRACKING_URI") or (folder.path.parent / "mlruns").as_uri()
+        store = os.environ.get("MLFLOW_TRACKING_URI") or (run.path.parent / "mlruns").as_uri()
         self._client = client(tracking_uri=store)
-        experiment = self._client.get_experiment_by_name(spec.name)
+        experiment = self._client.get_experiment_by_name(run.name)
         number = (
-            self._client.create_experiment(spec.name)
+            self._client.create_experiment(run.name)
             if experiment is None
             else experiment.experiment_id
         )
         found = self._client.search_runs(
-            [number], f"tags.mlflow.runName = '{folder.path.name}'", max_results=1
+            [number], f"tags.mlflow.runName = '{run.path.name}'", max_results=1
         )
         if found:
             self._id = found[0].info.run_id
             self._client.update_run(self._id, "RUNNING")
             return
-        self._id = self._client.create_run(number, run_name=folder.path.name).info.run_id
-        for key, value in settings(spec).items():
+        self._id = self._client.create_run(number, run_name=run.path.name).info.run_id
+        for key, value in run.settings.items():
             self._client.log_param(self._id, key, str(value)[:MAX_PARAM_CHARS])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -224,7 +233,7 @@ class MlflowLogger:
         self._client.set_terminated(self._id)
 
 
-_MAKERS: dict[str, Callable[[RunSpec, RunFolder, int], Logger]] = {
+_MAKERS: dict[str, Callable[[LoggedRun], Logger]] = {
     "tensorboard": TensorBoardLogger,
     "wandb": WandbLogger,
     "mlflow": MlflowLogger,

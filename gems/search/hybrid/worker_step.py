@@ -28,107 +28,107 @@ class WorkerStep:
     misfit: str | None
 
 
-def with_degree(spec: RunSpec, degree: int) -> RunSpec:
-    """Return a resolved run with one pipeline of `degree` partitions and the same mini-batch of a worker.
+@dataclass(frozen=True)
+class Worker:
+    """One pipeline of a resolved run, on any number of devices."""
 
-    On one device the layers run one after another. A real machine has the costs of its profile
-    unless others are given. Those of cost=uniform are of equal parts, so that more parts are
-    smaller ones.
-    """
-    cost = spec.cost
-    before = spec.parallel.partitions
-    if spec.machine.is_real and cost == CostConfig():
-        cost = CostConfig(name=PROFILE)
-    if not cost.from_layers and degree != before:
-        share = before / degree
-        names = ("forward", "input_grad", "weight_grad", "recompute", "offload")
-        times = {
-            name: getattr(cost, name) * share for name in names if getattr(cost, name) is not None
-        }
-        sizes = {
-            name: round(getattr(cost, name) * share) for name in ("activation_bytes", "param_bytes")
-        }
-        cost = replace(cost, **times, **sizes)
-    boundaries = spec.parallel.boundaries if degree == before else None
-    parallel = replace(spec.parallel, partitions=degree, replicas=1, boundaries=boundaries)
-    schedule = spec.schedule if degree > 1 else ScheduleConfig(name=ALONE)
-    return replace(spec, parallel=parallel, cost=cost, schedule=schedule)
+    spec: RunSpec
 
+    def with_degree(self, degree: int) -> RunSpec:
+        """Return the run with `degree` partitions and the same mini-batch of a worker.
 
-def worker_step(spec: RunSpec, degree: int, predict: Predict) -> WorkerStep:
-    """Simulate one step of a worker of `degree` devices.
+        On one device the layers run one after another. A real machine has the costs of its profile
+        unless others are given. Those of cost=uniform are of equal parts, so that more parts are
+        smaller ones.
+        """
+        spec = self.spec
+        cost = spec.cost
+        before = spec.parallel.partitions
+        if spec.machine.is_real and cost == CostConfig():
+            cost = CostConfig(name=PROFILE)
+        if not cost.from_layers and degree != before:
+            share = before / degree
+            names = ("forward", "input_grad", "weight_grad", "recompute", "offload")
+            times = {
+                name: getattr(cost, name) * share
+                for name in names
+                if getattr(cost, name) is not None
+            }
+            sizes = {
+                name: round(getattr(cost, name) * share)
+                for name in ("activation_bytes", "param_bytes")
+            }
+            cost = replace(cost, **times, **sizes)
+        boundaries = spec.parallel.boundaries if degree == before else None
+        parallel = replace(spec.parallel, partitions=degree, replicas=1, boundaries=boundaries)
+        schedule = spec.schedule if degree > 1 else ScheduleConfig(name=ALONE)
+        return replace(spec, parallel=parallel, cost=cost, schedule=schedule)
 
-    What does not fit machine.device_bytes, without that limit.
+    def _unlimited(self, degree: int) -> RunSpec:
+        changed = self.with_degree(degree)
+        machine = replace(changed.machine, device_bytes=None)
+        return replace(changed, machine=machine, memory=replace(changed.memory, name="keep"))
 
-    Raises:
-        ConfigError: counts that the schedule cannot serve, or more stages than layers.
-    """
-    changed = with_degree(spec, degree)
-    limit = spec.machine.device_bytes
-    misfit: str | None = None
-    try:
-        found = predict(changed)
-    except DoesNotFitError as error:
-        misfit = str(error)
-        found = predict(_unlimited(changed))
-    peak = None if found.peak_bytes is None else round(max(found.peak_bytes))
-    if misfit is None and limit is not None and peak is not None and peak > limit:
-        where = f"a rank of {degree} partitions" if degree > 1 else "a worker of one device"
-        misfit = str(
-            DoesNotFitError(
-                where, peak, limit, "use a higher degree, or a smaller image or micro-batch"
-            )
-        )
-    return WorkerStep(found.step_s, peak, misfit)
+    def step(self, degree: int, predict: Predict) -> WorkerStep:
+        """Simulate one step on `degree` devices.
 
+        What does not fit machine.device_bytes, without that limit.
 
-def worker_steps(
-    spec: RunSpec, degrees: Iterable[int], predict: Predict
-) -> tuple[dict[int, WorkerStep], dict[int, str]]:
-    """Simulate a worker of each degree.
-
-    Return the steps, and why other degrees are refused: stages, odd counts.
-
-    Raises:
-        ConfigError: one device alone cannot be simulated.
-    """
-    steps = {}
-    refused = {}
-    for degree in degrees:
+        Raises:
+            ConfigError: counts that the schedule cannot serve, or more stages than layers.
+        """
+        limit = self.spec.machine.device_bytes
+        misfit: str | None = None
         try:
-            steps[degree] = worker_step(spec, degree, predict)
-        except ConfigError as error:
-            if degree == 1:
-                raise
-            refused[degree] = str(error)
-    return steps, refused
+            found = predict(self.with_degree(degree))
+        except DoesNotFitError as error:
+            misfit = str(error)
+            found = predict(self._unlimited(degree))
+        peak = None if found.peak_bytes is None else round(max(found.peak_bytes))
+        if misfit is None and limit is not None and peak is not None and peak > limit:
+            where = f"a rank of {degree} partitions" if degree > 1 else "a worker of one device"
+            advice = "use a higher degree, or a smaller image or micro-batch"
+            misfit = str(DoesNotFitError(where, peak, limit, advice))
+        return WorkerStep(found.step_s, peak, misfit)
 
+    def steps(
+        self, degrees: Iterable[int], predict: Predict
+    ) -> tuple[dict[int, WorkerStep], dict[int, str]]:
+        """Simulate each degree.
 
-def modelled_efficiency(spec: RunSpec) -> Callable[[int, int], float]:
-    """Return SE_N by simulation, a function of the workers and the partitions of each.
+        Return the steps, and why other degrees are refused: stages, odd counts.
 
-    It is the step of one worker over that of N, whose gradients are summed over the run's links.
-    Activations are kept, whatever the run's policy, and devices have no limit: the sum is of
-    gradients alone. It raises ConfigError for counts that the schedule cannot serve, or more stages
-    than layers.
-    """
+        Raises:
+            ConfigError: one device alone cannot be simulated.
+        """
+        steps = {}
+        refused = {}
+        for degree in degrees:
+            try:
+                steps[degree] = self.step(degree, predict)
+            except ConfigError as error:
+                if degree == 1:
+                    raise
+                refused[degree] = str(error)
+        return steps, refused
 
-    @cache
-    def one_worker(degree: int) -> Draft:
-        return Draft(_unlimited(with_degree(spec, degree)))
+    def efficiency(self) -> Callable[[int, int], float]:
+        """Return SE_N by simulation, a function of the workers and the partitions of each.
 
-    @cache
-    def span(workers: int, degree: int) -> float:
-        one = one_worker(degree)
-        parallel = replace(one.costs.parallel, replicas=workers)
-        return replace(one.costs, parallel=parallel).kept(one.lowered).step_s
+        It is the step of one worker over that of N, whose gradients are summed over the run's
+        links. Activations are kept, whatever the run's policy, and devices have no limit: the sum
+        is of gradients alone. It raises ConfigError for counts that the schedule cannot serve, or
+        more stages than layers.
+        """
 
-    return lambda workers, degree: span(1, degree) / span(workers, degree)
+        @cache
+        def one_worker(degree: int) -> Draft:
+            return Draft(self._unlimited(degree))
 
+        @cache
+        def span(workers: int, degree: int) -> float:
+            one = one_worker(degree)
+            parallel = replace(one.costs.parallel, replicas=workers)
+            return replace(one.costs, parallel=parallel).kept(one.lowered).step_s
 
-def _unlimited(spec: RunSpec) -> RunSpec:
-    return replace(
-        spec,
-        machine=replace(spec.machine, device_bytes=None),
-        memory=replace(spec.memory, name="keep"),
-    )
+        return lambda workers, degree: span(1, degree) / span(workers, degree)
