@@ -21,12 +21,14 @@ from gems.plan.draft import Draft
 from gems.plan.rank_plan import RankPlan
 from gems.plan.strips_choice import KEY, with_fastest_strips
 from gems.profile import ModelProfile
+from gems.profile.subject import Subject
 from gems.schedule import is_searched
 from gems.schedule.edges import check_message_order
 from gems.schedule.lower import compute_only
 from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
 from gems.simulation.build import kept_within
+from gems.simulation.calibration import Confidence, confidence_of
 from gems.simulation.costs import RunCosts
 from gems.simulation.memory_case import Room
 from gems.simulation.prediction import Prediction, predict, with_jitter
@@ -110,6 +112,11 @@ class Plan:
         spec = self.spec
         room = Room.of(spec.machine, spec.parallel, spec.cluster.ranks_per_node)
         return Peak(rank, peaks[rank], room.node_bytes(self.memory.host_bytes))
+
+    @property
+    def confidence(self) -> Confidence:
+        """The confidence in the time of a step by its layers."""
+        return confidence_of(Subject.of(self.spec))
 
     @property
     def step_s(self) -> float:

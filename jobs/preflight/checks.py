@@ -16,10 +16,8 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError, GemsError
 from gems.launch.recipe import check_recipe, needs_check
 from gems.plan.evaluate import Peak, Plan
-from gems.profile.subject import Subject
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import check_folder
-from gems.simulation.calibration import confidence_of
 from gems.simulation.memory_case import SMALLER
 from gems.utils.units import GIB
 from jobs.batch.command import SchedulerUnavailableError
@@ -271,7 +269,7 @@ def _check_time(spec: RunSpec, job: JobSpec, plan: Plan) -> Outcome:
     predicted_s = plan.steps_s
     if predicted_s is None:
         return None, f"{job.minutes} min requested; the steps' time is not predicted"
-    confidence = confidence_of(Subject.of(spec)) if spec.machine.is_real else None
+    confidence = plan.confidence if spec.machine.is_real else None
     least_s, most_s = (confidence and confidence.range_s(predicted_s)) or (predicted_s, predicted_s)
     minutes = (
         f"{least_s / 60:.2g} to {most_s / 60:.2g}"
