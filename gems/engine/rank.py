@@ -76,7 +76,7 @@ class Rank:
         if update.gradients.starts_early:
             channels.poll_also(update.gradients.poll)
         dtype = DTYPES[spec.train.dtype]
-        like = stages.of_model.output(spec, dtype)
+        like = stages.of_model.output(spec.data, spec.parallel.micro_batch_size, dtype)
         loss = SummedLoss(spec.loss, spec.data, dtype, device, like)
         step_weight = StepWeight(loss, spec.parallel.global_batch, connections.labels)
         training = Training(loss, step_weight, update, stages.begin_draws)

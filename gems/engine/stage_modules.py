@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gems.config.schema import RunSpec
+from gems.config.schema import DataConfig, RunSpec
 from gems.engine.optimization.parameter_groups import NumberedLayer
 from gems.models import Layer, layers_of
 from gems.models.blocks.chain import operator_module
@@ -85,9 +85,9 @@ class StageModules:
         release()
         return built
 
-    def output(self, spec: RunSpec, dtype: torch.dtype) -> Any:
-        """Return the model's output for one training micro-batch, as meta tensors of torch."""
-        given = input_spec(spec.data, spec.parallel.micro_batch_size, dtype)
+    def output(self, data: DataConfig, size: int, dtype: torch.dtype) -> Any:
+        """Return the model's output for one micro-batch of `size` samples, as meta tensors of torch."""
+        given = input_spec(data, size, dtype)
         shapes = [(given,), *boundary_shapes(self.layers[:-1], given.shape, dtype, given.dtype)]
         return model_output(self.layers[-1], shapes[-1], dtype)
 

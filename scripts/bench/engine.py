@@ -31,7 +31,7 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional
 
 from gems.autograd.torch_internals import TorchDispatchMode, tree_leaves
-from gems.config.schema import RunSpec
+from gems.config.schema import DataConfig, OptimizerConfig, RunSpec
 from gems.engine.optimization.optimizer import build_optimizer
 from gems.engine.optimization.parameter_groups import NumberedLayer
 from gems.models import layers_of
@@ -215,7 +215,7 @@ def run(
     if is_alike or name.startswith(OURS):
         keep_freed_memory()  # as the ranks of a run
     spec = folder.read_spec()
-    images, labels = batch_of(spec)
+    images, labels = batch_of(spec.data, spec.parallel.global_batch)
     with LiveBytes() as live:
         if name.startswith(OURS):
             step, layers = of_ours(folder, comm, images, labels)
@@ -237,13 +237,11 @@ def run(
         write_json(folder.result_json, found)
 
 
-def batch_of(spec: RunSpec) -> tuple[Tensor, Tensor]:
+def batch_of(data: DataConfig, size: int) -> tuple[Tensor, Tensor]:
     """Return the images and labels of a step, the same on each rank."""
     torch.manual_seed(0)
-    images = torch.randn(
-        spec.parallel.global_batch, spec.data.channels, spec.data.height_px, spec.data.width_px
-    )
-    return images, torch.randint(spec.data.num_classes, (len(images),))
+    images = torch.randn(size, data.channels, data.height_px, data.width_px)
+    return images, torch.randint(data.num_classes, (size,))
 
 
 def timed(comm: Any, step: Step, count: int) -> float:
@@ -302,7 +300,7 @@ def of_torch(
     modules = [
         nn.Sequential(*build_layers(layers, cuts[s], cuts[s + 1], spec.seed)).train() for s in held
     ]
-    optimizer = optimizer_of(spec, modules)
+    optimizer = optimizer_of(spec.optimizer, modules)
     stages = [
         pipelining.PipelineStage(module, stage, num_stages, torch.device("cpu"))
         for module, stage in zip(modules, held, strict=True)
@@ -328,10 +326,10 @@ def of_torch(
     }
 
 
-def optimizer_of(spec: RunSpec, modules: Sequence[nn.Module]) -> torch.optim.Optimizer:
+def optimizer_of(config: OptimizerConfig, modules: Sequence[nn.Module]) -> torch.optim.Optimizer:
     """Return the optimizer of a run for some modules."""
     layers = [NumberedLayer(i, str(i), module) for i, module in enumerate(modules)]
-    return build_optimizer(spec.optimizer, layers, len(modules))
+    return build_optimizer(config, layers, len(modules))
 
 
 def error_of(layers: Layers, spec: RunSpec, images: Tensor, labels: Tensor) -> float:
@@ -339,7 +337,7 @@ def error_of(layers: Layers, spec: RunSpec, images: Tensor, labels: Tensor) -> f
     names = layers_of(spec.model, spec.data)
     model = nn.Sequential(*build_layers(names, 0, len(names), spec.seed)).train()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    optimizer = optimizer_of(spec, [model])
+    optimizer = optimizer_of(spec.optimizer, [model])
     count = spec.parallel.micro_batches
     for part, truth in zip(images.chunk(count), labels.chunk(count), strict=True):
         (functional.cross_entropy(model(part), truth) / count).backward()

@@ -78,7 +78,7 @@ def of_torchgpipe(
 
     names = layers_of(spec.model, spec.data)
     model = nn.Sequential(*build_layers(names, 0, len(names), spec.seed)).train()
-    optimizer = optimizer_of(spec, [model])
+    optimizer = optimizer_of(spec.optimizer, [model])
     balance = [end - begin for begin, end in itertools.pairwise(cuts)]
     piped = GPipe(
         model,
@@ -118,7 +118,7 @@ def of_mpi_loop(
     count = spec.parallel.micro_batches
     names = layers_of(spec.model, spec.data)
     module = nn.Sequential(*build_layers(names, cuts[rank], cuts[rank + 1], spec.seed)).train()
-    optimizer = optimizer_of(spec, [module])
+    optimizer = optimizer_of(spec.optimizer, [module])
     parts = images.chunk(count)
     truths = labels.chunk(count)
     with torch.no_grad():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from gems.config.schema import RunSpec
+from gems.config.schema import MachineConfig, RunSpec
 from gems.plan.evaluate import Plan, evaluate
 from gems.schedule.costs import FREE, Network, StageCosts
 from gems.schedule.simulate import simulate
@@ -65,17 +65,17 @@ def _steps(spec: RunSpec) -> dict[str, float]:
         "free": step_s(direct, costs, FREE),
         "device": step_s(direct, costs, direct.memory.links),
         "staged": step_s(staged, costs, staged.memory.links),
-        "staged, blocking": step_s(direct, _with_copies(costs, spec), direct.memory.links),
+        "staged, blocking": step_s(direct, _with_copies(costs, spec.machine), direct.memory.links),
     }
 
 
-def _with_copies(costs: StageCosts, spec: RunSpec) -> StageCosts:
+def _with_copies(costs: StageCosts, machine: MachineConfig) -> StageCosts:
     """Return costs whose compute takes the copies of its messages too.
 
     What comes in, and what goes out.
     """
-    out_s = 1.0 / spec.machine.d2h_bytes_per_s
-    in_s = 1.0 / spec.machine.h2d_bytes_per_s
+    out_s = 1.0 / machine.d2h_bytes_per_s
+    in_s = 1.0 / machine.h2d_bytes_per_s
     made = (*costs.boundary_bytes[: costs.num_stages - 1], 0.0)
     read = (0.0, *made[:-1])
     forward = (f + b * out_s + a * in_s for f, a, b in zip(costs.forward, read, made, strict=True))

@@ -11,14 +11,12 @@ import pytest
 import gems.plan.draft
 from gems.cli.framework import Verb
 from gems.config.compose import compose
-from gems.config.schema import RunSpec
 from gems.plan.draft import Draft
 from gems.plan.evaluate import simulate
 from gems.profile import ModelProfile
 from gems.search.hybrid.inputs import read_speedups
 from gems.search.hybrid.worker_step import Worker
 from gems.simulation.costs import RunCosts
-from gems.simulation.prediction import Prediction
 from tests.helpers.commands import Gems, check_refusal
 from tests.helpers.profiles import random_profile
 
@@ -141,13 +139,9 @@ def test_efficiency_is_that_of_the_simulated_replicas() -> None:
         assert modelled(workers, ways) < 1.0
 
 
-def predicted(spec: RunSpec) -> Prediction:
-    return simulate(spec)
-
-
 def test_a_worker_that_does_not_fit_is_left_out(gems_: Gems) -> None:
     spec = compose([*ON_PAPER, *BYTES])
-    peaks = {ways: Worker(spec).step(ways, predicted).peak_bytes for ways in (1, 2, 4, 8)}
+    peaks = {ways: Worker(spec).step(ways, simulate).peak_bytes for ways in (1, 2, 4, 8)}
     assert None not in peaks.values()
     limit = (peaks[1] or 0) - 1
     answer = answer_of(gems_, *ON_PAPER, *BYTES, f"machine.device_bytes={limit}")

@@ -18,7 +18,6 @@ from gems.errors import ScheduleError
 from gems.plan.evaluate import simulate
 from gems.profile.profilers.layers import take
 from gems.profile.subject import Subject
-from gems.simulation.prediction import Prediction
 
 
 def spec_of(
@@ -40,10 +39,6 @@ def spec_of(
             machine=machine or MachineConfig(kind="simulated"),
         )
     )
-
-
-def predicted(spec: RunSpec) -> Prediction:
-    return simulate(spec)
 
 
 def shown(capsys: pytest.CaptureFixture[str], spec: RunSpec) -> dict[str, object]:
@@ -153,7 +148,7 @@ def test_replicas_multiply_images_and_not_time(capsys: pytest.CaptureFixture[str
 def test_1024_ranks_are_one_pipeline() -> None:
     """8 x 128 with N = 32: what is built and played is a pipeline of 8, and its reduction has 128 members."""
     alone, many = (
-        predicted(spec_of("1f1b", 8, 32, replicas=n, link=0.5, param_bytes=1 << 20))
+        simulate(spec_of("1f1b", 8, 32, replicas=n, link=0.5, param_bytes=1 << 20))
         for n in (1, 128)
     )
     assert sum(map(len, many.step.start)) == sum(map(len, alone.step.start))
@@ -169,7 +164,7 @@ def test_the_slowest_replica_counts() -> None:
     """
     machine = MachineConfig(kind="simulated", ranks_per_node=4, link_latency_s=2.0)
     alone, two = (
-        predicted(spec_of("layer_parallel", 3, 1, replicas=replicas, machine=machine)).step.span
+        simulate(spec_of("layer_parallel", 3, 1, replicas=replicas, machine=machine)).step.span
         for replicas in (1, 2)
     )
     assert (alone, two) == (9.0, 9.0 + 2 * 2.0)
@@ -225,7 +220,7 @@ def test_the_bound_says_what_it_holds_for() -> None:
     machine = MachineConfig(kind="simulated", noise=0.01)
     assert (
         assumed(
-            predicted(
+            simulate(
                 resolve(RunSpec(schedule=schedule, parallel=parallel, cost=cost, machine=machine))
             )
         )

@@ -33,24 +33,12 @@ def check(cluster: ClusterConfig) -> None:
                 r" did you mean "
             ),
         ),
-        (
-            {"gpu_request": "gpus"},
-            (
-                r"^cluster\.gpu_request=gpus: allowed: gpus-per-node, gpus-per-task, gres, none;"
-                r" .*; did you mean "
-            ),
-        ),
-        (
-            {"signal_before_end_s": 70000},
-            r"^cluster\.signal_before_end_s=70000: must be at most 65535; ",
-        ),
         ({"scheduler": "lsf"}, r"^cluster\.scheduler=lsf: allowed: slurm, flux, pbs; "),
         (
             {"notify": ["mail:me"]},
             r"^cluster\.notify\[0\]='mail:me': must be mail, mail:ADDRESS, http",
         ),
         ({"notify": ["command:"]}, r"^cluster\.notify\[0\]='command:': must be mail, "),
-        ({"max_requeues": -1}, r"^cluster\.max_requeues=-1: must be 0 or more; "),
         ({"gpu_bind": "close"}, r"^cluster\.gpu_bind='close': allowed: none, closest, "),
         ({"gpu_bind": "single"}, r"^cluster\.gpu_bind='single': "),
         ({"cpu_bind": "core"}, r"^cluster\.cpu_bind='core': allowed: none, cores, "),
@@ -76,15 +64,6 @@ def check(cluster: ClusterConfig) -> None:
             {"device_order": [1, 0]},
             r"^cluster\.device_order=\[1, 0\]: must list the 4 GPUs of a node",
         ),
-        ({"usable_cpus_per_node": 0}, r"^cluster\.usable_cpus_per_node=0: must be 1 or more"),
-        ({"node_memory_bytes": 0}, r"^cluster\.node_memory_bytes=0: must be 1 or more"),
-        (
-            {"container": "docker"},
-            (
-                r"^cluster\.container=docker: allowed: none, apptainer, singularity, pyxis, .*,"
-                r" uenv; .*; did you mean "
-            ),
-        ),
         (
             {"container_image": "a.sif"},
             r"^cluster\.container_image=a\.sif: needs a container runtime; set cluster\.container",
@@ -92,11 +71,6 @@ def check(cluster: ClusterConfig) -> None:
         (
             {"container": "pyxis", "container_image": "a", "launcher": "ibrun"},
             r"^cluster\.container=pyxis: is a plug-in of srun",
-        ),
-        ({"charge_per": "hour"}, r"^cluster\.charge_per=hour: allowed: gpu-hour, node-hour"),
-        (
-            {"charge_rate": -1.0, "charge_per": "gpu-hour"},
-            r"^cluster\.charge_rate=-1\.0: must be 0 or more",
         ),
         (
             {"charge_rate": 2.0},
@@ -109,10 +83,6 @@ def check(cluster: ClusterConfig) -> None:
         (
             {"limits": [QueueLimit(min_nodes=5, max_nodes=4)]},
             r"^cluster\.limits\[0\]\.max_nodes=4: must be 5 or more",
-        ),
-        (
-            {"limits": [QueueLimit(queued_jobs=0)]},
-            r"^cluster\.limits\[0\]\.queued_jobs=0: must be 1 or more",
         ),
     ],
 )

@@ -14,26 +14,14 @@ from gems.errors import ConfigError
 from tests.config.test_resolve import spec_of
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"schedule__activation_cap": 0.0}, r"schedule\.activation_cap=0\.0: must be above 0"),
-    ({"schedule__activation_cap": float("nan")}, r"schedule\.activation_cap=nan"),
     ({"schedule__activation_cap": 1.0, "schedule__activation_cap_bytes": 5}, "give one of them"),
     (
         {"schedule__activation_cap_bytes": 5},
         r"activation_cap_bytes=5: needs cost\.activation_bytes",
     ),
     (
-        {"schedule__activation_cap_bytes": 0, "cost__activation_bytes": 5},
-        r"activation_cap_bytes=0: must be 1 or more",
-    ),
-    ({"schedule__chunks": 0}, r"schedule\.chunks=0: must be 1 or more"),
-    ({"schedule__budget_s": 0.0}, r"schedule\.budget_s=0\.0: must be above 0"),
-    (
         {"schedule__memory_actions": ["compress"]},
         r"schedule\.memory_actions\[0\]=compress: allowed: recompute, offload",
-    ),
-    (
-        {"schedule__placements": ["ring"]},
-        r"schedule\.placements\[0\]=ring: allowed: linear, bidirectional, v, wave",
     ),
     (
         {"model__norm": "ghost_batch", "parallel__strips": 0},
@@ -56,9 +44,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"schedule__name": "file"}, r"schedule\.path=null: must be given"),
     ({"cost__times": []}, r"cost\.times=\[\]: must have one entry or more"),
     ({"cost__activations": [1.0, 0.0]}, r"cost\.activations\[1\]=0\.0: must be above 0 and finite"),
-    ({"cost__recompute": -1.0}, r"cost\.recompute=-1\.0: must be 0 or more"),
-    ({"cost__offload": float("inf")}, r"cost\.offload=inf: must be 0 or more and finite"),
-    ({"cost__unit_s": 0.0}, r"cost\.unit_s=0\.0: must be above 0"),
     (
         {"cost__stages": {"speed": [1.0]}},
         r"cost\.stages\.speed=\[1\.0\]: allowed: forward, input_grad",
@@ -73,10 +58,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
         r"of 2 stages: must be as long as",
     ),
     ({"cost__stages": {"forward": [1.0]}}, r"must have input_grad, weight_grad, activation"),
-    ({"cost__boundary_bytes": -1}, r"cost\.boundary_bytes=-1: must be 0 or more"),
-    ({"machine__kind": "dreamt"}, r"machine\.kind=dreamt: allowed: real, emulated"),
-    ({"machine__link_bytes_per_s": 0.0}, r"machine\.link_bytes_per_s=0\.0: must be above 0"),
-    ({"machine__ranks_per_node": 0}, r"machine\.ranks_per_node=0: must be 1 or more"),
 ]
 
 

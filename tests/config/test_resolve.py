@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -186,32 +185,6 @@ def test_unknown_choices(key: str, value: str, proposed: str) -> None:
         (f"{key}={value}: allowed: ", f"{key.removesuffix('.name')}={value}: allowed: ")
     )
     assert proposed in error.value.advice
-
-
-NUMBERS = [
-    (f"{field.name}__{inner.name}", inner.type)
-    for field in dataclasses.fields(RunSpec)
-    if dataclasses.is_dataclass(section := getattr(RunSpec(), field.name))
-    for inner in dataclasses.fields(section)
-    if field.name in ("parallel", "data", "train", "cost", "machine", "cluster")
-    and str(inner.type) in ("int", "int | None", "float")
-]
-
-
-@pytest.mark.parametrize("key", [key for key, _ in NUMBERS])
-def test_no_number_may_be_negative(key: str) -> None:
-    """Every count, size, time and rate of these sections, also those added later."""
-    with pytest.raises(ConfigError) as error:
-        resolve(spec_of(**{key: -1}))
-    assert error.value.key == key.replace("__", ".")
-
-
-@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("key", [key for key, kind in NUMBERS if kind == "float"])
-def test_no_number_may_be_without_end(key: str, number: float) -> None:
-    with pytest.raises(ConfigError, match="finite") as error:
-        resolve(spec_of(**{key: number}))
-    assert error.value.key == key.replace("__", ".")
 
 
 @pytest.mark.parametrize(

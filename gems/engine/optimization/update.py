@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from gems.config.schema import RunSpec, TrainConfig
+from gems.config.schema import DataConfig, TrainConfig
 from gems.data import find_source, open_dataset
 from gems.engine.device import DTYPES
 from gems.engine.optimization.clipping import GlobalNorm, clip_factor
@@ -104,7 +104,11 @@ class Update:
             (buffer for module in stages.modules.values() for buffer in module.buffers()),
             gradients,
             optimizer,
-            LrSchedule(spec, optimizer, _samples_per_epoch(spec, control.comm)),
+            LrSchedule(
+                spec,
+                optimizer,
+                _samples_per_epoch(spec.data, spec.seed, spec.lr_scheduler.interval, control.comm),
+            ),
             GlobalNorm(control, spec.parallel.partitions),
             average,
         )
@@ -186,9 +190,9 @@ class Update:
         return state_bytes(self.optimizer) + (0 if self.average is None else self.average.num_bytes)
 
 
-def _samples_per_epoch(spec: RunSpec, comm: Comm) -> int:
+def _samples_per_epoch(data: DataConfig, seed: int, interval: str, comm: Comm) -> int:
     """Return the number of training samples; collective if the source must be asked for it."""
-    if spec.lr_scheduler.interval != EPOCH or not find_source(spec.data).counts_itself:
-        return spec.data.train_samples
-    mine = open_dataset(spec.data, spec.seed).num_train if comm.rank == 0 else None
+    if interval != EPOCH or not find_source(data).counts_itself:
+        return data.train_samples
+    mine = open_dataset(data, seed).num_train if comm.rank == 0 else None
     return int(broadcast(comm, mine))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gems.config.schema import RunSpec
+from gems.config.schema import OptimizerConfig, RunSpec
 from gems.data import num_train, task_of
 from gems.data.images import load_transform
 from gems.engine.device import DTYPES
@@ -51,39 +51,42 @@ def _open(spec: RunSpec) -> None:
     layers = layers_of(spec.model, spec.data)
     dtype = DTYPES[spec.train.dtype]
     loss = SummedLoss(
-        spec.loss, spec.data, dtype, CPU, StageModules(layers, (), ()).output(spec, dtype)
+        spec.loss,
+        spec.data,
+        dtype,
+        CPU,
+        StageModules(layers, (), ()).output(spec.data, spec.parallel.micro_batch_size, dtype),
     )
     open_metrics(spec.metrics, task_of(spec.data), spec.data.num_classes, loss.scores)
-    optimizer = _optimizer(spec, layers, dtype)
+    optimizer = _optimizer(spec.optimizer, spec.seed, layers, dtype)
     is_by_step = spec.lr_scheduler.interval == STEP
     LrSchedule(spec, optimizer, 1 if is_by_step else num_train(spec.data, spec.seed))
     if spec.data.transform is not None:
         load_transform(spec.data)
 
 
-def _optimizer(spec: RunSpec, layers: Sequence[Layer], dtype: torch.dtype) -> torch.optim.Optimizer:
+def _optimizer(
+    config: OptimizerConfig, seed: int, layers: Sequence[Layer], dtype: torch.dtype
+) -> torch.optim.Optimizer:
     """Return the optimizer of parameters without values.
 
     If the optimizer reads values, it gets the parameters of the smallest layer instead.
     """
     built = [
-        NumberedLayer(index, layer.name, build_layer(layer, index, spec.seed, dtype, "meta"))
+        NumberedLayer(index, layer.name, build_layer(layer, index, seed, dtype, "meta"))
         for index, layer in enumerate(layers)
     ]
-    check_frozen(
-        spec.optimizer.frozen,
-        freeze([(each.name, each.module) for each in built], spec.optimizer.frozen),
-    )
+    check_frozen(config.frozen, freeze([(each.name, each.module) for each in built], config.frozen))
     try:
-        return build_optimizer(spec.optimizer, built, len(layers))
+        return build_optimizer(config, built, len(layers))
     except ConfigError:
         sizes = {
             layer.place: sum(each.numel() for each in layer.module.parameters()) for layer in built
         }
         place = min((place for place, size in sizes.items() if size), key=sizes.__getitem__)
-        module = build_layer(layers[place], place, spec.seed, dtype, CPU)
+        module = build_layer(layers[place], place, seed, dtype, CPU)
         return build_optimizer(
-            spec.optimizer, [NumberedLayer(place, layers[place].name, module)], len(layers)
+            config, [NumberedLayer(place, layers[place].name, module)], len(layers)
         )
 
 
