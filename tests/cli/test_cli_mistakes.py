@@ -9,7 +9,6 @@ import json
 import os
 from pathlib import Path
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,25 +19,6 @@ from tests.helpers.commands import MINE, SEEN, Gems, Said, check_refusal
 from tests.helpers.processes import python
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-class TestMistakes:
-    @pytest.mark.parametrize(
-        ("words", "contains"),
-        [
-            (["parallel.partition=2"], "parallel.partition=2: unknown key; nearest: "),
-            (["schedule=gpip"], "nearest: gpipe"),
-            (["parallel.partitions=x"], "must be a whole number"),
-            (["seed"], "not of the form key=value"),
-            (["~model"], "cannot be taken away"),
-            (["name=???"], "must be given"),
-            (["data=folder"], "data.path="),
-            (["parallel.partitions=0"], "must be 1 or more"),
-            (["schedule=gems_mast", "parallel.micro_batches=3"], "must be even"),
-        ],
-    )
-    def test_one_line(self, gems: Gems, words: list[str], contains: str) -> None:
-        check_refusal(gems("schedule", *words), contains)
 
 
 KEYS = sorted(valid_keys())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -378,38 +377,6 @@ class TestRefused:
 
 
 class TestJson:
-    def test_round_trip_makes_the_folders(self, tmp_path: Path) -> None:
-        write_json(tmp_path / "a" / "b.json", {"x": [1, None]})
-        assert read_json(tmp_path / "a" / "b.json") == {"x": [1, None]}
-        assert [path.name for path in (tmp_path / "a").iterdir()] == ["b.json"]
-
-    def test_missing_or_another_kind_of_document(self, tmp_path: Path) -> None:
-        assert read_json(tmp_path / "none.json") == {}
-        (tmp_path / "list.json").write_text("[1]")
-        assert read_json(tmp_path / "list.json") == {}
-
-    def test_a_document_that_cannot_be_written_leaves_the_old_one(self, tmp_path: Path) -> None:
-        write_json(tmp_path / "a.json", {"x": 1})
-        with pytest.raises(TypeError):
-            write_json(tmp_path / "a.json", {"x": object()})
-        assert read_json(tmp_path / "a.json") == {"x": 1}
-
-    def test_a_write_cut_short_leaves_the_old_one(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The disk is full after some bytes: what was there is still there, whole."""
-
-        def half(self: Path, text: str, *args: Any, **more: Any) -> int:
-            with self.open("w") as file:
-                file.write(text[: len(text) // 2])
-            raise OSError(28, "No space left on device", str(self))
-
-        write_json(tmp_path / "a.json", {"x": 1})
-        monkeypatch.setattr(Path, "write_text", half)
-        with pytest.raises(OSError, match="No space left"):
-            write_json(tmp_path / "a.json", {"x": 2})
-        assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
-
     def test_a_run_yaml_cut_short_is_no_run(
         self, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
     ) -> None:
