@@ -13,8 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from gems.config.checkpoint_schema import check_schema
-from gems.config.cluster import CHARGED, CONTAINERS, ClusterConfig
-from gems.config.machine import MAX_WORLD, NCCL, ORDERED_TRANSPORTS, MachineConfig
+from gems.config.cluster import (
+    CHARGED,
+    CONTAINERS,
+    MAX_WORLD,
+    NCCL,
+    ORDERED_TRANSPORTS,
+    ClusterConfig,
+    MachineConfig,
+)
 from gems.config.recipe import FIGURES_OF_TASK, METRICS, TABLES
 from gems.config.registries import POLICIES
 from gems.config.schema import (

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from gems.config.cluster import MAX_WORLD
 from gems.config.cluster import ClusterConfig as ClusterConfig
+from gems.config.cluster import MachineConfig as MachineConfig
 from gems.config.fields import build, choice, flag, number, text, with_new_names
-from gems.config.machine import MAX_WORLD
-from gems.config.machine import MachineConfig as MachineConfig
 from gems.config.recipe import TASKS
 from gems.config.recipe import BenchmarkConfig as BenchmarkConfig
 from gems.config.recipe import LossConfig as LossConfig

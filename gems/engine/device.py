@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from gems.autograd.kernels import choose_kernels
-from gems.config.machine import NCCL
+from gems.config.cluster import NCCL
 from gems.config.schema import MachineConfig
 from gems.engine.transport.environment import local_rank
 from gems.errors import ConfigError

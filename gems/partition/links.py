@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gems.config.machine import GLOO
+from gems.config.cluster import GLOO
 from gems.config.schema import MachineConfig
 from gems.schedule.costs import Network
 

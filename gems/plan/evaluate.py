@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn
 
-from gems.config.machine import ORDERED_TRANSPORTS
+from gems.config.cluster import ORDERED_TRANSPORTS
 from gems.config.resolve import check_batch, check_gpus
 from gems.config.schema import CostConfig, DataConfig, RunSpec, ScheduleConfig
 from gems.data import IMAGES, kind_of

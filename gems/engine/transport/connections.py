@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from gems.config.machine import ORDERED_TRANSPORTS
+from gems.config.cluster import ORDERED_TRANSPORTS
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.transport.links import Links, Sums
 from gems.engine.transport.memory_format import ChannelsLast

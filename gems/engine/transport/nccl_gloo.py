@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gems.autograd.torch_internals import stores
-from gems.config.machine import GLOO, NCCL
+from gems.config.cluster import GLOO, NCCL
 from gems.engine.transport.links import SLEEP_S, Links, Request
 from gems.engine.transport.mpi import Comm, allgather, broadcast, meet, ranks_here
 from gems.engine.transport.polling import SPIN_S, WaitState

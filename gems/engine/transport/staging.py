@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from gems.autograd.torch_internals import set_allocator
-from gems.config.machine import NCCL
+from gems.config.cluster import NCCL
 from gems.engine.device import Arrival, CopyIn
 from gems.engine.transport.mpi import Comm, Transport, allgather, gpu_support
 from gems.errors import ConfigError
