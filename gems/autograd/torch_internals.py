@@ -6,8 +6,6 @@ itself loads all of them, except for `mem_tracker` and SchemaCheckMode, which ta
 
 from __future__ import annotations
 
-import gc
-import inspect
 from typing import Any
 
 import torch
@@ -54,7 +52,6 @@ __all__ = [
     "has_kernel",
     "is_saving_changed",
     "is_transformed",
-    "keep_dynamo_unloaded",
     "lerp_all",
     "mem_tracker",
     "no_python_dispatcher",
@@ -136,22 +133,6 @@ def lerp_all(values: list[Tensor], ends: list[Tensor], weight: float) -> None:
 def dynamo_settings() -> Any:
     """Return the settings of torch.compile. If they are gone: leave the limits as they are."""
     return torch._dynamo.config
-
-
-def keep_dynamo_unloaded() -> None:
-    """Let optimizers, and kernels on the meta device, not load torch.compile, which takes seconds.
-
-    They load it to keep themselves out of compiled code, so this is for processes without any. If
-    the names are gone: delete this function.
-    """
-    # the wrappers of all such functions share their code
-    for wrapper in gc.get_referrers(torch.optim.Optimizer.zero_grad.__code__):
-        for cell in getattr(wrapper, "__closure__", None) or ():
-            if callable(function := cell.cell_contents):
-                function.__dynamo_disable = function
-    for optimizer in (torch.optim.SGD, torch.optim.Adam):  # AdamW is a subclass
-        step = torch.no_grad()(inspect.unwrap(optimizer.step))
-        optimizer.step = step  # type: ignore[method-assign]
 
 
 def mem_tracker() -> Any:

@@ -104,11 +104,8 @@ def run_function(folder: RunFolder, function: str) -> None:
 
 def _open_device(spec: RunSpec) -> torch.device:
     """Open the device before MPI starts: one that supports GPUs looks at the current device."""
-    from gems.autograd.torch_internals import keep_dynamo_unloaded
     from gems.engine.device import open_device
 
-    if not spec.train.compile:
-        keep_dynamo_unloaded()
     return open_device(spec.machine, spec.cluster.device_order)
 
 

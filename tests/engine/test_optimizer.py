@@ -13,7 +13,6 @@ from gems.engine.optimization.optimizer import build_optimizer
 from gems.engine.optimization.parameter_groups import NumberedLayer
 from gems.errors import ConfigError
 from gems.models.build import freeze
-from tests.helpers.processes import python
 
 HERE = "tests.engine.test_optimizer"
 
@@ -132,29 +131,3 @@ def test_an_own_optimizer_gets_its_arguments():
     build_optimizer(
         OptimizerConfig(target=f"{HERE}.Clipping", kwargs={"max_grad_norm": None}), network(), 3
     )
-
-
-STEPS_OF_A_RANK = """
-import sys
-import torch
-from torch import nn
-from gems.autograd.torch_internals import keep_dynamo_unloaded
-
-keep_dynamo_unloaded()
-with torch.device("meta"):
-    nn.init.kaiming_normal_(torch.empty(2, 2))
-    nn.BatchNorm2d(2)(torch.empty(2, 2, 2, 2))
-for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = kind([weight], lr=0.5)
-    optimizer.zero_grad()
-    weight.sum().backward()
-    optimizer.step()
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert weight.requires_grad and (weight < 1).all()
-print("torch._dynamo" in sys.modules)
-"""
-
-
-def test_a_rank_steps_without_loading_torch_compile():
-    assert python("-c", STEPS_OF_A_RANK, check=True).stdout == "False\n"

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from gems.autograd.kernels import choose_kernels
-from gems.autograd.torch_internals import keep_dynamo_unloaded
 from gems.config.schema import MachineConfig, RunSpec
 from gems.engine.transport.mpi import Comm, broadcast, meet, world
 from gems.plan.evaluate import Plan, evaluate
@@ -43,7 +42,6 @@ def ranks(own_environment: None, tmp_path_factory: pytest.TempPathFactory) -> It
 @pytest.fixture(scope="session")
 def comm() -> Comm:
     set_up_rank_logging(world().rank)
-    keep_dynamo_unloaded()
     return world()
 
 
