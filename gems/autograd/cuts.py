@@ -41,7 +41,7 @@ _apply: Callable[..., Tensor] = _Begin.apply
 
 def begin(cut: Cut, tensor: Tensor) -> Tensor:
     """Return a tensor at which a graph begins, in the same memory; its gradient goes to `cut`."""
-    return _apply(cut, _anchor(tensor.device), tensor)
+    return _apply(cut, _anchor(tensor.device), tensor.detach())  # a leaf would be held
 
 
 @functools.cache

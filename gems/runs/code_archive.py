@@ -25,7 +25,7 @@ from gems.utils.cache import cache_folder
 
 CODE_ZIP = "code.zip"
 PACKAGES = ("gems", "jobs", "analysis", "conf")
-SUFFIXES = (".py", ".yaml", ".json", ".csv", ".txt", ".js", ".css", ".sh", ".typed")
+SUFFIXES = (".py", ".yaml", ".html", ".json", ".csv", ".txt", ".js", ".css", ".sh", ".typed")
 MAIN = "gems/runs/code_archive_main.py"  # the archive's own __main__.py
 # PEP 552: byte-code that is never compared with its source
 UNCHECKED_HASH = (1).to_bytes(4, "little")

@@ -18,7 +18,7 @@ from tests.fake_cuda.build import library, why_not
 ROOT = Path(__file__).resolve().parent.parent.parent
 LIMIT_S = 280
 ENGINE = (
-    "copies",
+    "host_copies",
     "activation_store",
     "staging",
     "device",

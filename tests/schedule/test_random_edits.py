@@ -175,7 +175,8 @@ def is_valid(edited: Schedule, base: Schedule) -> bool:
     if not all(map(starts_sums_of_what_is_done, edited.rank_schedules)):
         return False
     return (
-        all(map(keeps_the_order_of_micro_batches, edited.rows)) and Player(edited).runs_to_its_end()
+        all(map(keeps_the_order_of_micro_batches, edited.rank_schedules))
+        and Player(edited).runs_to_its_end()
     )
 
 
