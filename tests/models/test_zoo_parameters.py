@@ -7,8 +7,8 @@ import pytest
 from gems.config.schema import DataConfig
 from tests.helpers.zoo import num_parameters, published
 
-# by the papers' tables, with a bias for each convolution and two numbers a channel for each norm;
-# where torchvision has the network, its count is the same
+# by the papers' tables, with a bias for each convolution or two numbers a channel for its norm;
+# torchvision's alexnet, vgg16, resnets and convnexts have the same counts
 PUBLISHED = {
     "alexnet": 61_100_840,
     "overfeat": 145_920_872,
