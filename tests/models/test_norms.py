@@ -155,8 +155,8 @@ def block_variances(layers: Sequence[Layer]) -> list[float]:
     ("changes", "is_kept"),
     [
         ({}, True),
-        ({"branch_scale": 1.0, "input_std": 1.0}, False),
-        ({"branch_scale": 1.0, "input_std": 1.0, "norm": "none", "num_blocks": 1}, False),
+        ({"scales": (1.0, 1.0)}, False),
+        ({"scales": (1.0, 1.0), "norm": "none", "num_blocks": 1}, False),
     ],
     ids=["normalizer free", "without scaled branches", "without standardized weights"],
 )

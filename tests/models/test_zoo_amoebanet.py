@@ -9,7 +9,7 @@ from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models import check_image, layers_of
 from gems.models.build import boundary_shapes, build_layer, build_layers
-from gems.models.families.amoebanet import NORMAL, NORMAL_JOINED, REDUCTION, REDUCTION_JOINED
+from gems.models.families.amoebanet import NORMAL, REDUCTION
 from tests.helpers.cutting import assert_cut_equals_whole
 
 SMALL = ModelConfig(name="amoebanet", depth=3, width=8)
@@ -41,8 +41,8 @@ def by_hand(depth: int, filters: int, num_classes: int, channels: int = 3) -> in
     (F/4 stem), F/2, F | F ... | 2F, 2F ... | 4F, 4F ...
     """
     repeat = depth // 3
-    reduction = (REDUCTION, 3)
-    normal = (NORMAL, 4)
+    reduction = (REDUCTION.pairs, 3)
+    normal = (NORMAL.pairs, 4)
     cells = [(reduction, filters // 2), (reduction, filters), *[(normal, filters)] * repeat]
     cells += [(reduction, 2 * filters), *[(normal, 2 * filters)] * repeat]
     cells += [(reduction, 4 * filters), *[(normal, 4 * filters)] * repeat]
@@ -55,7 +55,7 @@ def by_hand(depth: int, filters: int, num_classes: int, channels: int = 3) -> in
             total += conv(before, width)
         before = last
         last = num_joined * width
-        was_reduction = pairs is REDUCTION
+        was_reduction = pairs is REDUCTION.pairs
     return total + (last + 1) * num_classes
 
 
@@ -81,7 +81,7 @@ def test_a_deeper_network_adds_normal_cells_alone() -> None:
 
 
 def test_every_state_is_used_and_every_pair_reads_earlier_ones() -> None:
-    for pairs, joined in ((NORMAL, NORMAL_JOINED), (REDUCTION, REDUCTION_JOINED)):
+    for pairs, joined, _ in (NORMAL, REDUCTION):
         read = {state for pair in pairs for _, state in pair}
         assert len(pairs) == 5 and read | set(joined) == set(range(7))
         assert all(state < 2 + index for index, pair in enumerate(pairs) for _, state in pair)

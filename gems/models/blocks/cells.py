@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gems.models.blocks.parts import conv2d, norm2d
+from gems.models.families.amoebanet import Genotype
 
 _BOTTLENECK = 4
-
-Pairs = tuple[tuple[tuple[str, int], tuple[str, int]], ...]
 
 
 class CellStem(nn.Sequential):
@@ -33,12 +32,12 @@ class CellStem(nn.Sequential):
 class Cell(nn.Module):
     """A cell of pairs of operations.
 
-    Both inputs are projected to `channels`. Each of `pairs` then adds one state, and the states in
-    `joined` are concatenated. The inputs are the output of the last cell (N, channels_last, H, W)
-    and of the cell before it (N, channels_before, H, W, or twice as many pixels per side after a
+    Both inputs are projected to `channels`. Each pair of the genotype then adds one state, and the
+    joined states are concatenated. The inputs are the output of the last cell (N, channels_last, H,
+    W) and of the cell before it (N, channels_before, H, W, or twice as many pixels per side after a
     reduction); the first cell has only one input. The output is (N, channels * len(joined), H', W')
-    and, unless `is_last`, the last cell's output unchanged. A reduction cell halves the sides,
-    rounded up.
+    and, unless `is_last`, the last cell's output unchanged. The stride divides the sides, rounded
+    up.
     """
 
     def __init__(
@@ -46,9 +45,7 @@ class Cell(nn.Module):
         channels_before: int,
         channels_last: int,
         channels: int,
-        pairs: Pairs,
-        joined: tuple[int, ...],
-        is_reduction: bool,
+        genotype: Genotype,
         is_after_reduction: bool,
         is_last: bool,
         norm: str,
@@ -60,15 +57,15 @@ class Cell(nn.Module):
             self.reduce_before = FactorizedReduction(channels_before, channels, norm)
         elif channels_before != channels:
             self.reduce_before = _activated_conv(channels_before, channels, norm)
-        self.indices = [(left, right) for (_, left), (_, right) in pairs]
+        self.indices = [(left, right) for (_, left), (_, right) in genotype.pairs]
         self.pairs = nn.ModuleList(
             nn.ModuleList(
-                _OPERATIONS[operation](channels, 2 if is_reduction and state < 2 else 1, norm)
+                _OPERATIONS[operation](channels, genotype.stride if state < 2 else 1, norm)
                 for operation, state in pair
             )
-            for pair in pairs
+            for pair in genotype.pairs
         )
-        self.joined = joined
+        self.joined = genotype.joined
         self.is_last = is_last
         self.output_names = () if is_last else ("cell", "before")
 

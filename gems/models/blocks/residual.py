@@ -18,28 +18,26 @@ from gems.models.blocks.parts import RELU_GAIN, conv2d, norm2d, tame
 class _ResidualBlock(nn.Module):
     """A residual block.
 
-    Input (N, in_channels, H, W), output (N, out_channels, ceil(H / stride), ceil(W / stride)).
-    Without a normalizer, convolutions expect an input of standard deviation `input_std`, and the
-    branch is scaled by `branch_scale`.
+    `channels` are those of the input, inside and of the output. Input (N, channels[0], H, W),
+    output (N, channels[2], ceil(H / stride), ceil(W / stride)). Without a normalizer, `scales` are
+    the standard deviation of the input that convolutions expect, and the factor of the branch.
     """
 
     is_preactivated: ClassVar[bool]
 
     def __init__(
         self,
-        in_channels: int,
-        inner_channels: int,
-        out_channels: int,
+        channels: tuple[int, int, int],
         stride: int,
         bottleneck: bool,
         shortcut: str,
         norm: str,
         num_blocks: int,
-        input_std: float = 1.0,
-        branch_scale: float = 1.0,
+        scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         super().__init__()
-        self.branch_scale = branch_scale
+        in_channels, inner_channels, out_channels = channels
+        input_std, self.branch_scale = scales
         first_scale = RELU_GAIN / input_std
         if bottleneck:
             convs = [
@@ -89,7 +87,7 @@ class PreActivationBlock(_ResidualBlock):
 
     Source: He et al. 2016, figure 4e. A projection reads the activated input, which it shares with
     the branch; an identity reads x itself. A normalizer-free ResNet (Brock et al. 2021, section 3)
-    works in the same way; its division by `input_std` is part of the convolutions' scale.
+    works in the same way; its division by the input's standard deviation is part of the convolutions' scale.
     """
 
     is_preactivated = True

@@ -11,6 +11,8 @@ stages have F, 2F and 4F filters. Huang et al. 2019 (arXiv 1811.06965, table 1) 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.models.families.shared import check_classifier, pooled_head
@@ -19,24 +21,41 @@ from gems.models.layer import MODELS, Layer, ModelFamily, block
 Term = tuple[str, int]
 Pairs = tuple[tuple[Term, Term], ...]
 
-# A new state is the sum of two operations on earlier states: state 0 is the output of the last
-# cell, state 1 that of the cell before it.
-NORMAL: Pairs = (
-    (("conv1x1", 1), ("max3x3", 1)),
-    (("none", 1), ("conv1x7_7x1", 0)),
-    (("conv1x1", 0), ("conv1x7_7x1", 0)),
-    (("max3x3", 2), ("none", 2)),
-    (("average3x3", 1), ("conv1x1", 5)),
+
+class Genotype(NamedTuple):
+    """The operations of a cell.
+
+    A new state is the sum of a pair of operations on earlier states: state 0 is the output of the
+    last cell, state 1 that of the cell before it. The cell concatenates the states in `joined`.
+    """
+
+    pairs: Pairs
+    joined: tuple[int, ...]
+    stride: int
+
+
+NORMAL = Genotype(
+    pairs=(
+        (("conv1x1", 1), ("max3x3", 1)),
+        (("none", 1), ("conv1x7_7x1", 0)),
+        (("conv1x1", 0), ("conv1x7_7x1", 0)),
+        (("max3x3", 2), ("none", 2)),
+        (("average3x3", 1), ("conv1x1", 5)),
+    ),
+    joined=(0, 3, 4, 6),
+    stride=1,
 )
-NORMAL_JOINED = (0, 3, 4, 6)
-REDUCTION: Pairs = (
-    (("max2x2", 0), ("max3x3", 0)),
-    (("none", 2), ("conv3x3", 1)),
-    (("conv1x7_7x1", 2), ("max3x3", 2)),
-    (("none", 3), ("max2x2", 1)),
-    (("average3x3", 2), ("conv1x1", 3)),
+REDUCTION = Genotype(
+    pairs=(
+        (("max2x2", 0), ("max3x3", 0)),
+        (("none", 2), ("conv3x3", 1)),
+        (("conv1x7_7x1", 2), ("max3x3", 2)),
+        (("none", 3), ("max2x2", 1)),
+        (("average3x3", 2), ("conv1x1", 3)),
+    ),
+    joined=(4, 5, 6),
+    stride=2,
 )
-REDUCTION_JOINED = (4, 5, 6)
 
 
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
@@ -71,7 +90,7 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     for index, name in enumerate(names):
         is_reduction = "reduction" in name
         channels = 2 * channels if is_reduction else channels
-        pairs, joined = (REDUCTION, REDUCTION_JOINED) if is_reduction else (NORMAL, NORMAL_JOINED)
+        genotype = REDUCTION if is_reduction else NORMAL
         cell = block(
             name,
             "reduction" if is_reduction else "cell",
@@ -79,16 +98,14 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
             channels_before=before,
             channels_last=last,
             channels=channels,
-            pairs=pairs,
-            joined=joined,
-            is_reduction=is_reduction,
+            genotype=genotype,
             is_after_reduction=was_reduction,
             is_last=index == len(names) - 1,
             norm=model.norm,
         )
         out.append(cell)
         before = last
-        last = channels * len(joined)
+        last = channels * len(genotype.joined)
         was_reduction = is_reduction
     return (*out, pooled_head(model, data, last, norm="none", activate=True))
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError, one_of
@@ -135,25 +134,23 @@ def _stages(
     for stage, num_blocks in enumerate(blocks):
         inner = model.width << stage
         for index in range(num_blocks):
-            scales: dict[str, Any] = {}
+            scales = (1.0, 1.0)
             stride = 2 if stage and not index else 1
             if model.norm == _NORMALIZER_FREE:
-                scales = {"input_std": math.sqrt(variance), "branch_scale": _BRANCH_SCALE}
+                scales = (math.sqrt(variance), _BRANCH_SCALE)
                 is_projected = stride > 1 or in_channels != inner * _EXPANSION[kind]
                 variance = (1.0 if is_projected else variance) + _BRANCH_SCALE**2
             residual = block(
                 f"stage{stage + 1}.block{index + 1}",
                 "residual",
                 f"residual:{'Pre' if is_preactivated else 'Post'}ActivationBlock",
-                in_channels=in_channels,
-                inner_channels=inner,
-                out_channels=inner * _EXPANSION[kind],
+                channels=(in_channels, inner, inner * _EXPANSION[kind]),
                 stride=stride,
                 bottleneck=kind == "bottleneck",
                 shortcut=shortcut if model.shortcut == "auto" else model.shortcut,
                 norm=model.norm,
                 num_blocks=sum(blocks),
-                **scales,
+                scales=scales,
             )
             out.append(residual)
             in_channels = inner * _EXPANSION[kind]
