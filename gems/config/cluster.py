@@ -1,4 +1,4 @@
-"""Define the machine that a rank computes on, and the cluster preset: how a site starts ranks, and what it allows.
+"""The machine of a rank, and the cluster preset: how a site starts ranks, and its limits.
 
 Presets are data in `conf/cluster/`.
 """
@@ -326,7 +326,7 @@ def num_bound(cpu_bind: str | None) -> int | None:
 
 @dataclass(slots=True)
 class MachineConfig:
-    """What a rank computes on, and how its messages travel.
+    """The device of a rank, its memory, and the links to other ranks.
 
     The defaults are one core of a server's processor.
     """

@@ -10,7 +10,10 @@ from gems.schedule import FAMILIES
 
 
 def resolve_micro_batches(parallel: ParallelConfig, schedule: str) -> ParallelConfig:
-    """Derive replications, parts and micro-batches, their product, from those given (GEMS: 2 replications or more)."""
+    """Derive replications, parts and micro-batches, which are their product.
+
+    GEMS has 2 replications or more.
+    """
     family = FAMILIES.get(schedule)
     is_gems = family is not None and family.has_runs
     total = parallel.micro_batches

@@ -86,7 +86,7 @@ class StageModules:
         return built
 
     def output(self, data: DataConfig, size: int, dtype: torch.dtype) -> Any:
-        """Return the model's output for one micro-batch of `size` samples, as meta tensors of torch."""
+        """Return the model's output for a micro-batch of `size` samples, as meta tensors."""
         given = input_spec(data, size, dtype)
         shapes = [(given,), *boundary_shapes(self.layers[:-1], given.shape, dtype, given.dtype)]
         return model_output(self.layers[-1], shapes[-1], dtype)

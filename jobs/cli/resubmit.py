@@ -87,7 +87,7 @@ def resubmit(words: Sequence[str], options: Options) -> int:
 
 @dataclass
 class _Resubmission:
-    """What is submitted again with the same options; `results` has a row for each run."""
+    """The runs to submit again with the same options; `results` has a row for each run."""
 
     overrides: Sequence[str]
     is_sure: bool

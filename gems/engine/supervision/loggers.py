@@ -37,7 +37,7 @@ class Logger(Protocol):
 
 
 class LoggedRun(NamedTuple):
-    """What a tracker knows of a run; `first_step` counts from 0."""
+    """A run as trackers show it; `first_step` counts from 0."""
 
     name: str
     run_id: str
