@@ -10,6 +10,7 @@ import gc
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from gems.utils.targets import import_module
 from tests.fake_cuda.build import why_not
 from tests.fake_cuda.load import install
 from tests.helpers.commands import Gems, runner
+from tests.helpers.warm_python import warm_python
 
 # Folders and files that take a minute or more, or wait most of it, in the order in which they start:
 # the last to start would leave workers of pytest-xdist idle.
@@ -101,6 +103,27 @@ def own_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
     )
     patch.delenv("COLUMNS", raising=False)  # which pytest-xdist sets: output would be wrapped
     patch.setenv("MPIR_CVAR_POLLS_BEFORE_YIELD", "10")  # MPICH's own is 1000
+
+
+@pytest.fixture(scope="session")
+def warm_executable(
+    own_environment: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """A Python that starts in 0.1 s (tests/helpers/warm_python.py), one for all workers of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    if IS_FAKE:  # torch must be loaded with the device
+        yield sys.executable
+        return
+    with warm_python((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "warm") as it:
+        yield it
+
+
+@pytest.fixture(scope="module")
+def warm(warm_executable: str) -> Iterator[None]:
+    """Let the processes that the tests of a file start be those of `warm_executable`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", warm_executable)
+        yield
 
 
 @pytest.fixture

@@ -42,9 +42,11 @@ WORDS = (
     "cluster=local",
 )
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(warm: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that validated after three steps and at its end."""
     folder = tmp_path_factory.mktemp("trained")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -17,6 +17,7 @@ PAGE = ROOT / "docs" / "how-to" / "extend.md"
 FILES = ("my_schedules.py", "my_policies.py", "my_costs.py", "my_stages.py", "my_data.py")
 QUICK = ["model.depth=8", "data.height_px=32", "data.width_px=32", "parallel.micro_batch_size=2"]
 TOLERANCE = 1e-12
+pytestmark = pytest.mark.usefixtures("warm")
 
 
 @pytest.fixture(scope="module")

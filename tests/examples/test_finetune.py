@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.processes import python
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +33,7 @@ assert (found["stem.weight"] - given["stem.weight"]).abs().max() < 0.01
 """
 
 
+@pytest.mark.usefixtures("warm")
 def test_it_starts_from_weights_and_keeps_its_batch_norm(tmp_path: Path) -> None:
     ended = python("-c", PROGRAM, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert ended.returncode == 0, ended.stderr

@@ -42,6 +42,7 @@ def test_tiles_are_read(root: Path) -> None:
     assert flips == {False, True}
 
 
+@pytest.mark.usefixtures("warm")
 def test_gradients_are_those_of_one_process(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "data.target=examples.own_tiles.Tiles",

@@ -34,6 +34,7 @@ def tiles(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.usefixtures("warm")
 def test_the_script_trains_in_two_ranks_and_its_network_is_found_again(tiles: Path) -> None:
     argv = mpiexec_argv(2, [sys.executable, "-m", "examples.train_script", str(tiles)])
     environment = rank_environment(1) | {"PYTHONPATH": str(ROOT)}
@@ -58,6 +59,7 @@ class Pairs:
         return torch.full((3, 8, 8), float(index % 2)), index % 2
 
 
+@pytest.mark.usefixtures("warm")
 def test_objects_of_a_program(tmp_path: Path) -> None:
     """A network that was made before, whose weights it starts from, and a dataset that no name leads to."""
     network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))

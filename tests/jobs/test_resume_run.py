@@ -62,6 +62,7 @@ def run(runs: Path, name: str) -> Path:
 
 
 @pytest.mark.timeout(280)
+@pytest.mark.usefixtures("warm")
 def test_a_run_killed_in_any_step_ends_with_the_bits_of_one_that_was_not(tmp_path: Path) -> None:
     whole = run(tmp_path, "whole")
     process = submit(tmp_path, "killed")
