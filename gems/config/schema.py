@@ -552,6 +552,13 @@ class RunSpec:
         """Number of MPI processes: partitions x replicas."""
         return self.parallel.world_size
 
+    @property
+    def layout(self) -> str:
+        """The ranks and nodes of a resolved run, in words."""
+        nodes = self.cluster.nodes or 1
+        ranks = f"{self.parallel.partitions} x {self.parallel.replicas} ranks"
+        return f"{ranks} on {nodes} node{'s' if nodes > 1 else ''}"
+
     def to_dict(self) -> dict[str, Any]:
         """Return the nested plain dictionary that run.yaml holds."""
         return asdict(self)

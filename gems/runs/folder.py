@@ -149,11 +149,7 @@ class RunFolder:
             "by": by,
             "why": why,
         }
-        shapes = {
-            "from": describe_layout(before),
-            "to": describe_layout(spec),
-            "nodes": spec.cluster.nodes,
-        }
+        shapes = {"from": before.layout, "to": spec.layout, "nodes": spec.cluster.nodes}
         write_json(self.layouts_json, {"layouts": [*rows, {**row, **shapes, **more}]})
 
     @property
@@ -362,14 +358,6 @@ class RunFolder:
             raise ConfigError(
                 "run folder", self.path, f"its {path.name} is damaged ({error})", advice
             ) from error
-
-
-def describe_layout(spec: RunSpec) -> str:
-    """Describe the nodes and ranks of a resolved run."""
-    parallel = spec.parallel
-    nodes = spec.cluster.nodes or 1
-    ranks = f"{parallel.partitions} x {parallel.replicas} ranks"
-    return f"{ranks} on {nodes} node{'s' if nodes > 1 else ''}"
 
 
 def describe_change(row: Mapping[str, Any]) -> str:

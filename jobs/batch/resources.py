@@ -45,11 +45,13 @@ class JobSpec:
     one process here, whatever the cluster. With `checks_placement`, ranks only report their
     placement. With `snapshot`, everything is started from the code archive in the run folder.
     `after` is the number of a job that must have ended, in any state, before this one starts.
-    `staged` names the files of which each node has a copy. `nodelist` are the nodes of the
-    allocation that the ranks run on; if it is empty, SLURM chooses.
+    `runs_dir` is the folder of run folders, as the user gave it. `staged` names the files of which
+    each node has a copy. `nodelist` are the nodes of the allocation that the ranks run on; if it is
+    empty, SLURM chooses.
     """
 
     name: str
+    runs_dir: str
     launcher: str
     cluster: ClusterConfig
     nodes: int
@@ -179,6 +181,21 @@ def _is_batch(launcher: str, cluster: ClusterConfig) -> bool:
     )
 
 
+def _python(cluster: ClusterConfig) -> tuple[str, ...]:
+    """Return the command that starts the ranks' interpreter; raise ConfigError for none."""
+    if cluster.python is None:
+        return (sys.executable,) if cluster.container_image is None else ("python3",)
+    try:
+        words = tuple(shlex.split(cluster.python))
+    except ValueError as error:
+        text = f"is not a command line ({error})"
+        raise ConfigError("cluster.python", cluster.python, text) from error
+    if not words:
+        text = "must name an interpreter"
+        raise ConfigError("cluster.python", repr(cluster.python), text, "or leave it out")
+    return words
+
+
 def job_spec(spec: RunSpec) -> JobSpec:
     """Return the resources of a run.
 
@@ -186,9 +203,11 @@ def job_spec(spec: RunSpec) -> JobSpec:
     """
     cluster = spec.cluster
     nodes = cluster.nodes or 1
-    python: tuple[str, ...] = (sys.executable,)
     if not spec.machine.has_ranks:
-        return JobSpec(spec.name, SIMULATED, cluster, 1, 1, 1, 1, 0, python, cluster.minutes)
+        here = (sys.executable,)
+        return JobSpec(
+            spec.name, spec.runs_dir, SIMULATED, cluster, 1, 1, 1, 1, 0, here, cluster.minutes
+        )
     system = OF_SYSTEM.get(cluster.launcher, cluster.scheduler)
     if system != cluster.scheduler:
         text = (
@@ -207,25 +226,10 @@ def job_spec(spec: RunSpec) -> JobSpec:
             else "cluster.launcher=srun, or cluster.scheduler=pbs"
         )
         raise ConfigError("cluster.nodes", nodes, text, f"use {advice}")
-    if cluster.python is not None:
-        try:
-            python = tuple(shlex.split(cluster.python))
-        except ValueError as error:
-            raise ConfigError(
-                "cluster.python", cluster.python, f"is not a command line ({error})"
-            ) from error
-        if not python:
-            raise ConfigError(
-                "cluster.python",
-                repr(cluster.python),
-                "must name an interpreter",
-                "or leave it out",
-            )
-    elif cluster.container_image is not None:
-        python = ("python3",)
     tasks = spec.world_size
     return JobSpec(
         spec.name,
+        spec.runs_dir,
         cluster.launcher,
         cluster,
         nodes,
@@ -233,7 +237,7 @@ def job_spec(spec: RunSpec) -> JobSpec:
         cluster.ranks_per_node or tasks,
         cluster.cpus_per_rank,
         cluster.gpus_per_node,
-        python,
+        _python(cluster),
         cluster.minutes,
         snapshot=cluster.archive_code and is_batch,
         checks_placement=spec.machine.is_probe,

@@ -1,34 +1,18 @@
-"""Build and submit what every batch script has, whichever system reads it.
-
-This covers its modules, variables and program, and its submission.
-"""
+"""Build what every batch script has, whichever system reads it: its modules, variables, options."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
-from gems.config.schema import ClusterConfig, RunSpec
-from gems.errors import ConfigError, TryLaterError
+from gems.config.schema import ClusterConfig
+from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
-from jobs.batch.command import SchedulerError, SchedulerRefusedError, run_command
-from jobs.batch.job import Job, UnclearSubmissionError
 from jobs.batch.output import report
 from jobs.batch.resources import JobSpec
-
-SUBMIT_LIMIT_S = 180.0  # sbatch tries again for two minutes by itself
-# Errors after which the system may have the job, as opposed to those of a connection that never
-# came about.
-UNCLEAR = (
-    "did not answer within",
-    "was ended by signal",
-    "Socket timed out",
-    "Zero Bytes were transmitted",
-)
 
 
 def render(system: str, *, command: str, directives: Sequence[str], **blocks: Sequence[str]) -> str:
@@ -40,54 +24,6 @@ def render(system: str, *, command: str, directives: Sequence[str], **blocks: Se
         lambda mark: "".join(f"{line}\n" for line in lines[mark[1].lower()]),
         text,
         flags=re.MULTILINE,
-    )
-
-
-def call_submit(
-    argv: Sequence[str],
-    environment: Mapping[str, str],
-    cluster: ClusterConfig,
-    system: str,
-    read_id: Callable[[str], str | None],
-    refuse: Callable[[str], ConfigError],
-    find: Callable[[], Job | None],
-) -> str:
-    """Call the command that submits a script, its last word, and return the job's ID.
-
-    `read_id` extracts the ID from the command's output. `refuse` makes the error of a refusal.
-    `find` looks for the job if the command did not report it.
-
-    Raises:
-        UnclearSubmissionError: it is not known whether the system has the job.
-        TryLaterError: the queue takes no more jobs now, or the system cannot be reached.
-        ConfigError: the system refuses the job.
-        OSError: the script cannot be read.
-    """
-    # inherit the script's fd from the fork on, before the command line changes, so that an orphaned
-    # command can be found
-    with open(argv[-1]) as file:
-        held = (file.fileno(),)
-        result = run_command(argv, limit_s=SUBMIT_LIMIT_S, environment=environment, pass_fds=held)
-    job_id = read_id(result.stdout)
-    if result.error is None and job_id is not None:
-        return job_id
-    if isinstance(result.error, SchedulerRefusedError):
-        raise refuse(result.error.reason) from result.error
-    if result.error is not None and not any(text in str(result.error) for text in UNCLEAR):
-        text = f"{system} cannot be reached, and nothing is submitted ({result.error})"
-        raise TryLaterError("cluster", cluster.name, text, "try again") from result.error
-    with contextlib.suppress(SchedulerError):
-        if (found := find()) is not None:
-            return found.job_id
-    what = result.error or f"{argv[0]} printed {result.stdout[:80]!r}"
-    advice = (
-        f"once {system} answers, `jobs status` shows whether the job exists; if not, submit again"
-    )
-    raise UnclearSubmissionError(
-        "cluster",
-        cluster.name,
-        f"cannot determine whether {system} accepted the job ({what})",
-        advice,
     )
 
 
@@ -168,17 +104,15 @@ def export_lines(values: Mapping[str, object]) -> list[str]:
     return [f"export {name}={shlex.quote(str(value))}" for name, value in values.items()]
 
 
-def check_path(
-    spec: RunSpec, job: JobSpec, folder: RunFolder, system: str, forbidden: Mapping[str, str]
-) -> None:
+def check_path(job: JobSpec, folder: RunFolder, system: str, forbidden: Mapping[str, str]) -> None:
     """Raise ConfigError for a run folder that a batch system or Python would misread.
 
     `forbidden` maps the texts that the system interprets to the words for them in the message.
     """
     path = str(folder.path)
     if not path.isprintable() or any(text in path for text in forbidden):
-        is_name = any(text in spec.name for text in forbidden)
-        key, value = ("name", spec.name) if is_name else ("runs_dir", spec.runs_dir)
+        is_name = any(text in job.name for text in forbidden)
+        key, value = ("name", job.name) if is_name else ("runs_dir", job.runs_dir)
         words = ", ".join(dict.fromkeys(forbidden.values()))
         raise ConfigError(
             key,
@@ -186,7 +120,7 @@ def check_path(
             f"must have no {words} or line break, which {system} interprets in paths",
         )
     if job.snapshot and ":" in path:
-        key, value = ("name", spec.name) if ":" in spec.name else ("runs_dir", spec.runs_dir)
+        key, value = ("name", job.name) if ":" in job.name else ("runs_dir", job.runs_dir)
         text = "must have no ':', which separates the folders that Python imports from"
         raise ConfigError(key, value, text, "change it, or set cluster.archive_code=false")
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from gems.cli.framework import Options, print_json
 from gems.config.compose import compose
-from gems.config.schema import RunSpec
 from gems.errors import ConfigError, StalledError
 from gems.launch.local_launcher import Ended, rank_environment
 from gems.runs.folder import RunFolder
@@ -22,21 +21,10 @@ from gems.utils.tables import name_values
 from gems.utils.units import MIB, format_rates
 from jobs.batch.job import script_path
 from jobs.batch.output import report
-from jobs.batch.resources import JobSpec, job_spec
+from jobs.batch.resources import job_spec
 from jobs.launch.transaction import SignalsWait
-from jobs.probes.mpi import (
-    RANKS,
-    keep_probe,
-    known_probe,
-    probe_argv,
-    probe_digest,
-    probe_json,
-    read_probe,
-    run_probe,
-)
-from jobs.schedulers.scheduler import scheduler_for
-from jobs.schedulers.slurm_client.jobs import SQUEUE, cancel_jobs, query_jobs
-from jobs.schedulers.slurm_client.site import max_nodes
+from jobs.probes.mpi import RANKS, MpiProbe, probe_json
+from jobs.schedulers.scheduler import Scheduler, scheduler_for
 
 LIMIT = "--limit"
 TWO_RANKS = (
@@ -69,32 +57,30 @@ def probe(words: Sequence[str], options: Options) -> int:
         raise ConfigError(
             "machine.kind", spec.machine.kind, "has no ranks to probe", "use machine=auto"
         )
-    job = job_spec(spec)
-    before = known_probe(spec, job)
-    if job.is_batch:
-        found = _by_slurm(spec, job, _minutes(options))
+    mpi_probe = MpiProbe(job_spec(spec), spec.machine, spec.cache_dir)
+    before = mpi_probe.known()
+    if mpi_probe.job.is_batch:
+        result = _in_job(mpi_probe, _minutes(options))
     else:
-        folder = _folder(spec, job)
+        folder = _folder(mpi_probe)
         environment = rank_environment(spec.machine.threads_per_rank)
         environment |= {key: str(value) for key, value in spec.cluster.environment.items()}
-        found = read_probe(spec, run_probe(spec, job, folder, environment), probe_json(folder)) | {
-            "nodes": 1
-        }
+        result = mpi_probe.read(mpi_probe.run(folder, environment), folder) | {"nodes": 1}
         shutil.rmtree(folder.path, ignore_errors=True)
-    found["cluster"] = spec.cluster.name
-    keep_probe(spec, job, found)
+    result["cluster"] = spec.cluster.name
+    mpi_probe.keep(result)
     if options.json:
-        print_json(found)
+        print_json(result)
         return 0
-    print(probe_table(found))
-    if before is not None and before.get("mpi") != found["mpi"]:
+    print(probe_table(result))
+    if before is not None and before.get("mpi") != result["mpi"]:
         report(f"the MPI was {before.get('mpi')} on {before.get('utc')}")
     return 0
 
 
-def probe_table(found: Mapping[str, Any]) -> str:
+def probe_table(result: Mapping[str, Any]) -> str:
     """Return what a probe found, one line for each fact."""
-    ranks = found["ranks"]
+    ranks = result["ranks"]
     gpus = (
         (
             "none"
@@ -104,21 +90,21 @@ def probe_table(found: Mapping[str, Any]) -> str:
         for rank in ranks
     )
     rows = [
-        ("cluster", found["cluster"]),
-        ("MPI", " ".join(found["mpi"].split())),
-        ("threads", found["threads"]),
-        ("world size", found["world_size"]),
+        ("cluster", result["cluster"]),
+        ("MPI", " ".join(result["mpi"].split())),
+        ("threads", result["threads"]),
+        ("world size", result["world_size"]),
         ("nodes", ", ".join(rank["node"] for rank in ranks)),
         ("GPUs", "; ".join(gpus)),
         (
             "device memory",
             (
-                f"{found['device_message']} (MPI claims"
-                f" {'yes' if found['takes_device_memory'] else 'no'})"
+                f"{result['device_message']} (MPI claims"
+                f" {'yes' if result['takes_device_memory'] else 'no'})"
             ),
         ),
-        ("host to host", _rates(found["host"])),
-        *([("GPU to GPU", _rates(found["device"]))] if found["device"] else []),
+        ("host to host", _rates(result["host"])),
+        *([("GPU to GPU", _rates(result["device"]))] if result["device"] else []),
     ]
     return name_values(rows, indent=0)
 
@@ -138,40 +124,39 @@ def _minutes(options: Options) -> float:
     return float(text)
 
 
-def _folder(spec: RunSpec, job: JobSpec) -> RunFolder:
+def _folder(mpi_probe: MpiProbe) -> RunFolder:
     """Make the folder of a probe, beside the runs, where all nodes can see it."""
-    folder = RunFolder(
-        Path(spec.runs_dir).resolve() / f"probe-{spec.cluster.name}-{probe_digest(spec, job)}"
-    )
+    job = mpi_probe.job
+    name = f"probe-{job.cluster.name}-{mpi_probe.digest}"
+    folder = RunFolder(Path(job.runs_dir).resolve() / name)
     try:
         folder.logs.mkdir(parents=True, exist_ok=True)
         for path in folder.logs.iterdir():
             path.unlink()
     except OSError as error:
         text = f"cannot write there ({error.strerror}: {error.filename})"
-        raise ConfigError(
-            "runs_dir", spec.runs_dir, text, "give runs_dir= a folder of yours"
-        ) from error
+        advice = "give runs_dir= a folder of yours"
+        raise ConfigError("runs_dir", job.runs_dir, text, advice) from error
     return folder
 
 
-def _by_slurm(spec: RunSpec, job: JobSpec, limit_min: float) -> dict[str, Any]:
+def _in_job(mpi_probe: MpiProbe, limit_min: float) -> dict[str, Any]:
     """Submit a job of two ranks and wait for its end.
 
     Return what was found, with the number of nodes.
     Its script is that of a run except for the last line, and its job is cancelled when the wait is
     over.
     """
-    from jobs.schedulers.slurm_client.sbatch import call_sbatch, sbatch_script
-
-    scheduler = scheduler_for(spec)
+    job = mpi_probe.job
+    cluster = job.cluster
+    scheduler = scheduler_for(cluster)
     if not scheduler.has_probe_jobs:
         text = "is probed by the first job of a run, not by this command"
-        raise ConfigError("cluster.scheduler", spec.cluster.scheduler, text, "submit a run")
-    scheduler.check_submission(spec.cluster)
+        raise ConfigError("cluster.scheduler", cluster.scheduler, text, "submit a run")
+    scheduler.check_submission(cluster)
     scheduler.check_here()
-    nodes = min(RANKS, max_nodes(spec.cluster.partition) or RANKS)
-    folder = _folder(spec, job)
+    nodes = min(RANKS, scheduler.max_nodes(cluster.partition) or RANKS)
+    folder = _folder(mpi_probe)
     small = replace(
         job,
         name="probe",
@@ -184,35 +169,37 @@ def _by_slurm(spec: RunSpec, job: JobSpec, limit_min: float) -> dict[str, Any]:
     log = folder.logs / "probe.log"
     token = new_token()
     script = script_path(folder.logs, token)
-    line = f"{shlex.join(probe_argv(spec, small, folder))} > {shlex.quote(str(log))} 2>&1"
-    script.write_text(sbatch_script(replace(spec, name="probe"), small, folder, command=line))
+    argv = replace(mpi_probe, job=small).argv(folder)
+    line = f"{shlex.join(argv)} > {shlex.quote(str(log))} 2>&1"
+    script.write_text(scheduler.script(small, folder, command=line))
     job_id = None
     try:
         with SignalsWait():
-            job_id = call_sbatch(spec.cluster, script, token)
+            job_id = scheduler.call(small, script, token)
     except BaseException:
         if job_id is not None:  # interrupted meanwhile
-            cancel_jobs([job_id])
+            scheduler.cancel([job_id])
         raise
-    report(f"job {job_id} probes {spec.cluster.name} on {nodes} nodes")
-    _wait(job_id, limit_min)
+    report(f"job {job_id} probes {cluster.name} on {nodes} nodes")
+    _wait(scheduler, job_id, limit_min)
     deadline_s = time.monotonic() + VISIBLE_LIMIT_S
     while not result.exists() and time.monotonic() < deadline_s:
         time.sleep(POLL_S / 5)
         os.listdir(folder.logs)  # NFS caches a folder's content until it is listed
     outputs = [log] if log.exists() else folder.logs.glob("*.out")
     tail = tuple(line for path in outputs for line in path.read_text(errors="replace").splitlines())
-    return read_probe(spec, Ended(0 if result.exists() else 1, tail), result) | {"nodes": nodes}
+    ended = Ended(0 if result.exists() else 1, tail)
+    return mpi_probe.read(ended, folder) | {"nodes": nodes}
 
 
-def _wait(job_id: str, limit_min: float) -> None:
+def _wait(scheduler: Scheduler, job_id: str, limit_min: float) -> None:
     """Wait for a job's end; cancel it when the time is over, or when the user interrupts."""
     deadline_s = time.monotonic() + 60 * limit_min
     state = "unknown"
     has_ended = False
     try:
         while time.monotonic() < deadline_s:
-            query = query_jobs([job_id], SQUEUE)
+            query = scheduler.query_queue([job_id])
             job = query.jobs.get(job_id)
             has_ended = query.error is None and (job is None or not job.is_active)
             if has_ended:
@@ -221,7 +208,7 @@ def _wait(job_id: str, limit_min: float) -> None:
             time.sleep(POLL_S)
     finally:
         if not has_ended:
-            cancel_jobs([job_id])
+            scheduler.cancel([job_id])
     raise StalledError(
         f"the probe's job {job_id} has not ended within {limit_min:g} min ({state}), and is"
         f" cancelled; wait longer with {LIMIT} MINUTES, or submit a run: its job probes first"

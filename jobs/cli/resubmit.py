@@ -21,13 +21,13 @@ from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
 from gems.utils.tables import printable
 from jobs.batch.command import SchedulerUnavailableError
-from jobs.batch.resources import job_spec
+from jobs.batch.resources import JobSpec, job_spec
 from jobs.diagnosis.evidence import newest_checkpoint
 from jobs.diagnosis.node_blocklist import BlockedNode, NodeBlocklist
 from jobs.diagnosis.report import UNBLOCK, Diagnosis, diagnose_run, record_diagnosis
 from jobs.launch.submission import start_run
 from jobs.preflight.cost import FORCE, YES, is_confirmed
-from jobs.schedulers.slurm_client.site import left_nodes
+from jobs.schedulers.scheduler import scheduler_for
 from jobs.status.lookup import RUNS_DIR, StudyRecord, find_named
 from jobs.status.run_status import read_status, run_statuses
 from jobs.studies.points import Point
@@ -72,12 +72,12 @@ def resubmit(words: Sequence[str], options: Options) -> int:
         if not key.startswith(CLUSTER) and key not in MAY_CHANGE:
             allowed = f"would make another run; {one_of(MAY_CHANGE)}"
             raise ConfigError(key, value, allowed, "submit a new one: gems-jobs submit")
-    found = find_named([word for word in words if word not in overrides], "resubmit")
+    named = find_named([word for word in words if word not in overrides], "resubmit")
     again = _Resubmission(overrides, YES in options.flags, FORCE in options.flags, options.json)
-    for folder in found.runs:
+    for folder in named.runs:
         again.submit(folder)
-    for study in found.studies:
-        again.submit_study(study, {folder.path for folder in found.runs})
+    for study in named.studies:
+        again.submit_study(study, {folder.path for folder in named.runs})
     if options.json:
         print_json({"runs": again.results})
     elif not again.results:
@@ -223,12 +223,11 @@ def _changed_spec(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunSpec,
         blocked = NodeBlocklist(folder.path.parent).blocked(spec.cluster.name)
         exclude = dict.fromkeys([*spec.cluster.exclude, *(entry.node for entry in blocked)])
         spec = changed(spec, [f"cluster.exclude=[{','.join(exclude)}]"])
-        _check_nodes_left(spec, blocked)
+        _check_nodes_left(job_spec(spec), blocked)
         if exclude:
             notes.append(f"without node{'s' if len(exclude) > 1 else ''} {', '.join(exclude)}")
     step = newest_checkpoint(folder)
-    made = RunFolder.of(spec).path
-    if made != folder.path:
+    if RunFolder.of(spec) != folder:
         if step is not None and not any(
             word.lstrip("+").startswith("train.resume=") for word in overrides
         ):
@@ -244,17 +243,16 @@ def _changed_spec(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunSpec,
     return spec, [*notes, "from its start" if step is None else f"from step {step}"]
 
 
-def _check_nodes_left(spec: RunSpec, blocked: Sequence[BlockedNode]) -> None:
+def _check_nodes_left(job: JobSpec, blocked: Sequence[BlockedNode]) -> None:
     """Raise ConfigError if the excluded nodes leave too few.
 
     SLURM, if it does not answer now, would refuse the job.
     """
-    cluster = spec.cluster
-    job = job_spec(spec)
+    cluster = job.cluster
     if not cluster.exclude:
         return
     try:
-        left, excluded = left_nodes(cluster)
+        left, excluded = scheduler_for(cluster).left_nodes(cluster)
     except SchedulerUnavailableError:
         return
     needed = min([job.nodes, *cluster.smaller_nodes(job.nodes)]) + cluster.spare_nodes

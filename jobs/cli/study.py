@@ -18,12 +18,12 @@ from gems.runs.folder import RunFolder
 from gems.utils.run_module import RUN_MODULE
 from gems.utils.tables import RIGHT, table
 from jobs.batch.output import report
+from jobs.batch.preset_limits import is_on_site
 from jobs.batch.resources import job_spec
 from jobs.launch.own_job import CANCELLED_CODE
 from jobs.preflight.checks import show, site_checks
 from jobs.preflight.cost import DRY_RUN, YES, describe_cost, is_confirmed
 from jobs.schedulers.scheduler import scheduler_for
-from jobs.schedulers.slurm_client.limits import is_on_site
 from jobs.status.cancellation import cancel_all
 from jobs.status.lookup import StudyRecord, find_named
 from jobs.status.run_status import ACTIVE, RunStatus, run_statuses
@@ -123,13 +123,14 @@ def _show_jobs(due: Sequence[Point]) -> None:
     if not jobs:
         return
     spec, job = jobs[0]
-    script = scheduler_for(spec).script(spec, job, RunFolder.of(spec))
+    script = scheduler_for(job.cluster).script(job, RunFolder.of(spec))
     print(script, end="", file=sys.stderr, flush=True)
     report(
         f"the script of the first of {len(jobs)} points, at most"
         f" {describe_cost([job for _, job in jobs])}"
     )
-    show(site_checks(spec, job, script, here=is_on_site(spec.cluster)))
+    here = is_on_site(job.cluster)
+    show(site_checks(job, script, spec.machine.host_bytes, here=here))
 
 
 def point_state(run: RunStatus) -> str:

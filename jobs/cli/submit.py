@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from gems.cli.framework import Options, print_json
-from gems.config.schema import RunSpec
+from gems.config.schema import RunSpec, TrainConfig
 from gems.errors import ConfigError
 from gems.plan.evaluate import evaluate
 from gems.runs.folder import RunFolder
@@ -18,6 +18,7 @@ from gems.runs.owner import own_job_id, release, take
 from gems.runs.prepare import prepare
 from jobs.batch.launchers import command
 from jobs.batch.output import report
+from jobs.batch.preset_limits import check_limits, is_on_site
 from jobs.batch.resources import JobSpec, job_spec
 from jobs.diagnosis.node_blocklist import NodeBlocklist
 from jobs.launch.launch import JSON, STDERR, STDOUT, launch
@@ -26,7 +27,6 @@ from jobs.launch.submission import prepare_here, submit_chain, submit_run
 from jobs.preflight.checks import passed, preflight, show
 from jobs.preflight.cost import DRY_RUN, FORCE, YES
 from jobs.schedulers.scheduler import scheduler_for
-from jobs.schedulers.slurm_client.limits import check_limits, is_on_site
 from jobs.status.job_record import gone_verifier, read_chain
 from jobs.status.lookup import RUNS_DIR, find_one_run
 from jobs.status.run_status import run_statuses
@@ -91,8 +91,8 @@ def submit(spec: RunSpec, options: Options) -> int:
                 "needs jobs of a batch system, and this run starts here",
                 "choose a cluster=",
             )
-    job = replace(job, after=_job_to_await(spec, options))
-    check_limits(spec, job)
+    job = replace(job, after=_job_to_await(job.runs_dir, options))
+    check_limits(job, spec.machine.host_bytes)
     if DRY_RUN in options.flags:
         _show(spec, job, options)
         return 0
@@ -105,14 +105,14 @@ def submit(spec: RunSpec, options: Options) -> int:
     return code
 
 
-def _job_to_await(spec: RunSpec, options: Options) -> str | None:
+def _job_to_await(runs_dir: str, options: Options) -> str | None:
     """Return the job that --after names by its run, the last one of a chain.
 
     None if the run has ended.
     """
     if (name := options.chosen.get(AFTER)) is None:
         return None
-    folder = find_one_run([f"{RUNS_DIR}{spec.runs_dir}", name], "submit")
+    folder = find_one_run([f"{RUNS_DIR}{runs_dir}", name], "submit")
     (run,) = run_statuses([folder]).runs
     if not run.is_active:
         report(f"{AFTER} {name}: it is {run.state}, so that there is nothing to wait for")
@@ -130,9 +130,9 @@ def _job_to_await(spec: RunSpec, options: Options) -> str | None:
 def _show(spec: RunSpec, job: JobSpec, options: Options) -> None:
     folder = RunFolder.of(spec)
     argv = command(job, folder)
-    script = scheduler_for(spec).script(spec, job, folder) if job.is_batch else None
-    notes = scheduler_for(spec).notes(script) if script is not None else []
-    for note in notes:
+    scheduler = scheduler_for(job.cluster)
+    script = scheduler.script(job, folder) if job.is_batch else None
+    for note in scheduler.notes(script) if script is not None else ():
         report(note)
     checks = passed(
         preflight(spec, job, script, partial(evaluate, spec), here=is_on_site(spec.cluster))
@@ -168,17 +168,13 @@ def _show(spec: RunSpec, job: JobSpec, options: Options) -> None:
     report(f"nothing is submitted; without {DRY_RUN} the run folder is {folder.path}")
 
 
-def _finished(spec: RunSpec) -> RunFolder | None:
-    """Return the folder of a run that has finished with this very configuration.
-
-    None if there is something to do.
-    """
-    folder = RunFolder.of(spec)
+def _has_finished(folder: RunFolder, train: TrainConfig) -> bool:
+    """Return whether a run has finished with this very configuration."""
     with contextlib.suppress(ConfigError, OSError):
         status = folder.read_status()
-        is_same = status.get("state") == "finished" and folder.read_own_spec().train == spec.train
-        return folder if is_same and not status.get("exit_code") else None
-    return None
+        is_same = status.get("state") == "finished" and folder.read_own_spec().train == train
+        return is_same and not status.get("exit_code")
+    return False
 
 
 def _show_finished(folder: RunFolder, options: Options) -> int:
@@ -193,13 +189,14 @@ def _show_finished(folder: RunFolder, options: Options) -> int:
 def _submit_job(spec: RunSpec, job: JobSpec, options: Options, num_jobs: int) -> int:
     is_sure = YES in options.flags
     is_forced = FORCE in options.flags
-    if (finished := _finished(spec)) is not None:
-        return _show_finished(finished, options)
+    folder = RunFolder.of(spec)
+    if _has_finished(folder, spec.train):
+        return _show_finished(folder, options)
     submitted = submit_run(spec, job, assume_yes=is_sure, force=is_forced, num_jobs=num_jobs)
     if submitted is None:
         return 1
-    (job_id, checks), folder = submitted, RunFolder.of(spec)
-    chain = submit_chain(spec, job, folder, job_id, num_jobs) if num_jobs > 1 else [job_id]
+    job_id, checks = submitted
+    chain = submit_chain(job, folder, job_id, num_jobs) if num_jobs > 1 else [job_id]
     if options.json:
         print_json(
             {
@@ -212,7 +209,7 @@ def _submit_job(spec: RunSpec, job: JobSpec, options: Options, num_jobs: int) ->
         )
         return 0
     show(checks)
-    if (note := NodeBlocklist(folder.path.parent).note(spec.cluster.name)) is not None:
+    if (note := NodeBlocklist(folder.path.parent).note(job.cluster.name)) is not None:
         report(note)
     print(f"job     {job_id}: {job.summary()}\nfolder  {folder.path}")
     if len(chain) > 1:

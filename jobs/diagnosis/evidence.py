@@ -19,7 +19,7 @@ from gems.errors import SIGNAL_BASE, StalledError
 from gems.launch.local_launcher import TAIL_LINES, Ended
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
-from gems.runs.heartbeat import FINISHED, read_beats
+from gems.runs.heartbeat import FINISHED
 from gems.utils.run_module import RUN_MODULE
 from jobs.batch.job import Job, JobId
 from jobs.diagnosis.causes import (
@@ -34,13 +34,7 @@ from jobs.diagnosis.causes import (
     scan_lines,
 )
 from jobs.diagnosis.launcher_output import LauncherOutput
-from jobs.diagnosis.root_cause import (
-    classify_record,
-    find_failure,
-    has_trained,
-    is_consequence,
-    read_records,
-)
+from jobs.diagnosis.root_cause import RankEvidence, classify_record, is_consequence
 from jobs.schedulers.scheduler import system_of
 from jobs.status.job_record import read_or_empty
 from jobs.status.run_status import WAITING, read_spec, run_statuses, utc_ns
@@ -59,19 +53,18 @@ BATCH_LOGS = ("*_log.out", "*.OU")  # the second is what PBS names its file in a
 BY_OTHERS = (9, 15)
 
 
-class Evidence:
+class Evidence(RankEvidence):
     """All that is known of a run; each part is empty or None if it is missing.
 
-    SLURM's commands have a time limit. `failure` is the rank at fault by the launcher's output,
-    records and heartbeats. `trace_steps` is the number of complete steps in the trace; it is read
-    only `with_trace`, in a separate process. `resume_step` is the step at which the newest
-    checkpoint resumes. `errors` are the errors of the queries that failed.
+    Beside what the launcher itself judged by, it has what other sources tell. SLURM's commands have
+    a time limit. `trace_steps` is the number of complete steps in the trace; it is read only
+    `with_trace`, in a separate process. `resume_step` is the step at which the newest checkpoint
+    resumes. `errors` are the errors of the queries that failed.
     """
 
     def __init__(self, folder: RunFolder, *, with_trace: bool = True) -> None:
         seen = run_statuses([folder])
         (self.run,) = seen.runs
-        self.folder = folder
         self.status = self.run.status
         job_id = self.run.job_id
         self.is_batch = (
@@ -83,9 +76,6 @@ class Evidence:
             self.job, errors = system_of(job_id).find_job(job_id)
         self.errors = (*seen.errors, *errors)
         self.spec = read_spec(folder)
-        self.records = read_records(folder)
-        self.beats = read_beats(folder.path)
-        self.stall = read_or_empty(folder.stalled_json)
         self.stop = read_or_empty(folder.stop_json)
         self.stopped = read_or_empty(folder.stopped_json)
         self.cancelled = read_or_empty(folder.cancelled_json)
@@ -104,7 +94,7 @@ class Evidence:
         if number and code is not None and 0 < code <= SIGNAL_BASE and "node" not in self.status:
             code = -number  # of the launcher itself
         ended = Ended(code if code is not None and code and code <= SIGNAL_BASE else 1, tuple(tail))
-        self.failure = find_failure(folder, output, ended)
+        super().__init__(folder, output, ended)
         self.trace_steps = trace_steps(folder) if with_trace else None
         self.resume_step = newest_checkpoint(folder)
 
@@ -121,7 +111,7 @@ class Evidence:
         )
         found = [finding for source in sources for finding in source(self)]
         has_record = bool(self.records)
-        has_begun = has_trained(self.beats)
+        has_begun = self.has_trained
         for finding in self.log_findings:
             if finding.cause in START_CAUSES and has_begun:
                 found.append(replace(finding, cause=FailureCause.KILLED, may_follow=True))

@@ -5,6 +5,7 @@ The sources are the records that ranks left, the launcher's output, and the hear
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import signal
@@ -88,51 +89,186 @@ def describe_position(step: int | None, action: str | None) -> str:
     )
 
 
-def find_failure(folder: RunFolder, output: LauncherOutput, ended: Ended) -> Failure:
-    """Find the rank that ended the run.
+class RankEvidence:
+    """What the ranks of a run and their launcher left, by which every diagnosis begins.
 
-    In this order: a stall of all ranks that the launcher found; a death that an exit watcher saw
-    before any rank recorded a failure of its own; what a rank recorded, unless it only shows that
-    another rank was gone; the first death that the launcher reported before it ended the ranks
-    itself, with the heartbeat's step and action; a stall, with the rank that the others waited for;
-    what the first rank recorded that lost another; the last lines of output.
+    `output` and `ended` are the launcher's: as they came while it ran, or read again from its log
+    and its record.
     """
-    if ended.stopped_by is not None:
-        return _from_signal(ended.stopped_by, output.cancel_reason)
-    records = read_records(folder)
-    beats = read_beats(folder.path)
-    recorded = {record.get("rank") for record in records}
-    are_stalled = any(record.get("exit_code") == StalledError.exit_code for record in records)
-    own = next((record for record in records if not is_consequence(record)), None)
-    if ended.returncode < 0 and not ended.gave_up and own is None and not are_stalled:
-        what = f"ended: its launcher {_killed_by(-ended.returncode)}"
+
+    def __init__(self, folder: RunFolder, output: LauncherOutput, ended: Ended) -> None:
+        self.folder = folder
+        self.output = output
+        self.ended = ended
+        self.records = read_records(folder)
+        self.beats = read_beats(folder.path)
+        self.stall = read_or_empty(folder.stalled_json)
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether a rank has begun a step.
+
+        If so, the launcher, MPI and the configuration were right.
+        """
+        return any(beat.step >= 0 for beat in self.beats.values())
+
+    @functools.cached_property
+    def failure(self) -> Failure:
+        """The failure of the rank that ended the run.
+
+        In this order: a stall of all ranks that the launcher found; a death that an exit watcher
+        saw before any rank recorded a failure of its own; what a rank recorded, unless it only
+        shows that another rank was gone; the first death that the launcher reported before it ended
+        the ranks itself, with the heartbeat's step and action; a stall, with the rank that the
+        others waited for; what the first rank recorded that lost another; the last lines of output.
+        """
+        ended = self.ended
+        if ended.stopped_by is not None:
+            return _from_signal(ended.stopped_by, self.output.cancel_reason)
+        output = self.output
+        records = self.records
+        recorded = {record.get("rank") for record in records}
+        are_stalled = any(record.get("exit_code") == StalledError.exit_code for record in records)
+        own = next((record for record in records if not is_consequence(record)), None)
+        if ended.returncode < 0 and not ended.gave_up and own is None and not are_stalled:
+            what = f"ended: its launcher {_killed_by(-ended.returncode)}"
+            return Failure(
+                RankFailedError.exit_code,
+                what,
+                signal=-ended.returncode,
+                cause_class=FailureCause.KILLED,
+            )
+        if self.stall.get("by") == BY_LAUNCHER:
+            return self._from_stall()
+        watched = first_exit(self.folder, self.beats)
+        own_ns = math.inf if own is None else utc_ns(own.get("utc")) or 0
+        if watched is not None and watched[0] < own_ns and watched[1] not in recorded:
+            return self._from_death(output.death(watched[1]))
+        if own is not None:
+            return _from_record(own)
+        deaths = [each for each in map(self._with_rank, output.deaths) if each.rank not in recorded]
+        if (death := _first_cause(deaths, output.memory_event)) is not None:
+            return self._from_death(death)
+        if self.stall or are_stalled:
+            return self._from_stall()
+        if records or deaths:
+            return _from_record(records[0]) if records else self._from_death(deaths[0])
+        return self._from_output()
+
+    def _from_output(self) -> Failure:
+        ended = self.ended
+        number = ended.returncode
+        code = f"signal {-number}" if number < 0 else f"exit code {number}"
+        last = ended.tail[-1] if ended.tail else "no rank and no launcher gave a reason"
+        reason = self.output.cancel_reason or self._error_line() or last
+        cause_class = classify_text(reason) or FailureCause.UNKNOWN
+        if cause_class in START_CAUSES and self.has_trained:
+            cause_class = FailureCause.KILLED
+        return Failure(
+            RankFailedError.exit_code, f"ended with {code}", reason, cause_class=cause_class
+        )
+
+    def _silent_rank(self) -> int | None:
+        """Return the rank that a stalled run waited for, or None if heartbeats do not show it.
+
+        A rank that could not even record its own end goes first: it was stopped, or its node has
+        gone. Else it is a rank in the middle of a compute action; of several, the one that has been
+        silent for longest.
+        """
+        alive = {rank: beat for rank, beat in self.beats.items() if beat.action != FINISHED}
+        recorded = {record.get("rank") for record in self.records}
+        mute = [rank for rank in alive if rank not in recorded]
+        is_sure = recorded and len(mute) < len(alive) and 2 * len(mute) <= len(alive)
+        suspects = mute if mute and is_sure else list(alive)
+        computing = [rank for rank in suspects if COMPUTE.fullmatch(alive[rank].action)]
+        return min(computing or suspects, key=lambda rank: alive[rank].time_ns, default=None)
+
+    def _from_stall(self) -> Failure:
+        """Describe a stall: which rank was silent, and which waited.
+
+        The finder of the stall names the silent rank, or else the heartbeats show it.
+        """
+        stall = self.stall
+        first = next(
+            (
+                record
+                for record in self.records
+                if record.get("exit_code") == StalledError.exit_code
+            ),
+            {},
+        )
+        report = stall or first
+        # the ranks that held all others up, the likeliest first, if the finder knew them
+        root: dict[str, Any] = next(iter(stall.get("roots", ())), {})
+        rank = root["rank"] if root else self._silent_rank()
+        if rank is None:
+            return _from_record(
+                {"cause": "no rank moved", **report, **first, "exit_code": StalledError.exit_code}
+            )
+        if not root:
+            root = asdict(self.beats[rank])
+        cause = str(first.get("cause") or stall.get("cause") or "")
+        if report.get("rank") not in (None, rank):
+            waited = f" {report['waited_s']:.0f} s" if "waited_s" in report else ""
+            cause = (
+                f"rank {report['rank']} waited{waited} in step {report.get('step')}, action"
+                f" {report.get('action')}"
+            )
+        return Failure(
+            StalledError.exit_code,
+            "stopped moving",
+            cause or None,
+            rank,
+            root.get("node"),
+            root.get("pid"),
+            root.get("step"),
+            root.get("action"),
+            cause_class=FailureCause.STALLED,
+        )
+
+    def _from_death(self, death: Death) -> Failure:
+        what = "ended"
+        cause = death.reason or (self._error_line() if death.exit_code else None)
+        cause_class = classify_text(cause or "") or FailureCause.EXCEPTION
+        if death.is_kill and death.reason is not None:  # the kernel's, for memory
+            cause_class = FailureCause.HOST_MEMORY
+        if death.signal is not None:
+            what = _killed_by(death.signal)
+            cause_class = FailureCause.KILLED if death.reason is None else cause_class
+        elif death.exit_code:
+            what = f"ended with exit code {death.exit_code}"
+        beat = self.beats.get(death.rank) if death.rank is not None else None
         return Failure(
             RankFailedError.exit_code,
             what,
-            signal=-ended.returncode,
-            cause_class=FailureCause.KILLED,
+            cause,
+            death.rank,
+            death.node or (beat.node if beat else None),
+            death.pid or (beat.pid if beat else None),
+            beat.step if beat else None,
+            beat.action if beat else None,
+            death.signal,
+            cause_class,
         )
-    stall = read_or_empty(folder.stalled_json)
-    if stall.get("by") == BY_LAUNCHER:
-        return _from_stall(stall, records, beats)
-    watched = first_exit(folder, beats)
-    own_ns = math.inf if own is None else utc_ns(own.get("utc")) or 0
-    if watched is not None and watched[0] < own_ns and watched[1] not in recorded:
-        return _from_death(output.death(watched[1]), beats, ended)
-    if own is not None:
-        return _from_record(own)
-    deaths = [
-        each
-        for each in (_with_rank(death, beats) for death in output.deaths)
-        if each.rank not in recorded
-    ]
-    if (death := _first_cause(deaths, output.memory_event)) is not None:
-        return _from_death(death, beats, ended)
-    if stall or are_stalled:
-        return _from_stall(stall, records, beats)
-    if records or deaths:
-        return _from_record(records[0]) if records else _from_death(deaths[0], beats, ended)
-    return _from_output(output, ended, beats)
+
+    def _error_line(self) -> str | None:
+        """Return the last line of the ranks' output that reports an error."""
+        lines = [
+            line
+            for line in self.ended.tail
+            if ERROR_LINE.search(line) and not LAUNCHER_LINE.match(line)
+        ]
+        return lines[-1] if lines else None
+
+    def _with_rank(self, death: Death) -> Death:
+        """Find the rank of a death that is known by its process, through the heartbeats."""
+        if death.rank is not None or death.pid is None:
+            return death
+        beats = self.beats
+        same = [rank for rank, beat in beats.items() if beat.pid == death.pid]
+        host = (death.node or "").partition(".")[0]
+        ranks = [rank for rank in same if beats[rank].node.partition(".")[0] == host] or same
+        return replace(death, rank=ranks[0]) if len(ranks) == 1 else death
 
 
 def _from_signal(name: str, reason: str | None) -> Failure:
@@ -142,17 +278,6 @@ def _from_signal(name: str, reason: str | None) -> Failure:
         reason = "its terminal was closed" if is_hangup else "cancelled, preempted or out of time"
     what = f"was stopped by {name}: {reason}"
     return Failure(SIGNAL_BASE + number, what, signal=number, cause_class=FailureCause.KILLED)
-
-
-def _from_output(output: LauncherOutput, ended: Ended, beats: Mapping[int, Beat]) -> Failure:
-    number = ended.returncode
-    code = f"signal {-number}" if number < 0 else f"exit code {number}"
-    last = ended.tail[-1] if ended.tail else "no rank and no launcher gave a reason"
-    reason = output.cancel_reason or _error_line(ended) or last
-    cause_class = classify_text(reason) or FailureCause.UNKNOWN
-    if cause_class in START_CAUSES and has_trained(beats):
-        cause_class = FailureCause.KILLED
-    return Failure(RankFailedError.exit_code, f"ended with {code}", reason, cause_class=cause_class)
 
 
 def _first_cause(deaths: Sequence[Death], memory_event: str | None) -> Death | None:
@@ -179,14 +304,6 @@ def _first_cause(deaths: Sequence[Death], memory_event: str | None) -> Death | N
     if any(death.rank == first.rank for death in memory):
         return replace(first, reason=OUT_OF_MEMORY)
     return replace(first, reason=memory_event) if memory_event else first
-
-
-def has_trained(beats: Mapping[int, Beat]) -> bool:
-    """Return whether a rank has begun a step.
-
-    If so, the launcher, MPI and the configuration were right.
-    """
-    return any(beat.step >= 0 for beat in beats.values())
 
 
 def classify_record(record: Mapping[str, Any]) -> FailureCause:
@@ -240,22 +357,6 @@ def is_consequence(record: Mapping[str, Any]) -> bool:
     )
 
 
-def _silent_rank(records: Sequence[Mapping[str, Any]], beats: Mapping[int, Beat]) -> int | None:
-    """Return the rank that a stalled run waited for, or None if heartbeats do not show it.
-
-    A rank that could not even record its own end goes first: it was stopped, or its node has gone.
-    Else it is a rank in the middle of a compute action; of several, the one that has been silent
-    for longest.
-    """
-    alive = {rank: beat for rank, beat in beats.items() if beat.action != FINISHED}
-    recorded = {record.get("rank") for record in records}
-    mute = [rank for rank in alive if rank not in recorded]
-    is_sure = recorded and len(mute) < len(alive) and 2 * len(mute) <= len(alive)
-    suspects = mute if mute and is_sure else list(alive)
-    computing = [rank for rank in suspects if COMPUTE.fullmatch(alive[rank].action)]
-    return min(computing or suspects, key=lambda rank: alive[rank].time_ns, default=None)
-
-
 def _from_record(record: Mapping[str, Any]) -> Failure:
     code = record.get("exit_code")
     known: dict[str, Any] = {key: record.get(key) for key in ("rank", "node", "step", "action")}
@@ -264,90 +365,6 @@ def _from_record(record: Mapping[str, Any]) -> Failure:
     return Failure(
         code if code in RANK_CODES else RankFailedError.exit_code, "failed", cause, **known
     )
-
-
-def _from_stall(
-    stall: dict[str, Any], records: Sequence[dict[str, Any]], beats: Mapping[int, Beat]
-) -> Failure:
-    """Describe a stall: which rank was silent, and which waited.
-
-    The finder of the stall names the silent rank, or else the heartbeats show it.
-    """
-    first = next(
-        (record for record in records if record.get("exit_code") == StalledError.exit_code), {}
-    )
-    found = stall or first
-    # the ranks that held all others up, the likeliest first, if the finder knew them
-    root: dict[str, Any] = next(iter(stall.get("roots", ())), {})
-    rank = root["rank"] if root else _silent_rank(records, beats)
-    if rank is None:
-        return _from_record(
-            {"cause": "no rank moved", **found, **first, "exit_code": StalledError.exit_code}
-        )
-    if not root:
-        root = asdict(beats[rank])
-    cause = str(first.get("cause") or stall.get("cause") or "")
-    if found.get("rank") not in (None, rank):
-        waited = f" {found['waited_s']:.0f} s" if "waited_s" in found else ""
-        cause = (
-            f"rank {found['rank']} waited{waited} in step {found.get('step')}, action"
-            f" {found.get('action')}"
-        )
-    return Failure(
-        StalledError.exit_code,
-        "stopped moving",
-        cause or None,
-        rank,
-        root.get("node"),
-        root.get("pid"),
-        root.get("step"),
-        root.get("action"),
-        cause_class=FailureCause.STALLED,
-    )
-
-
-def _from_death(death: Death, beats: Mapping[int, Beat], ended: Ended) -> Failure:
-    what = "ended"
-    cause = death.reason or (_error_line(ended) if death.exit_code else None)
-    cause_class = classify_text(cause or "") or FailureCause.EXCEPTION
-    if death.is_kill and death.reason is not None:  # the kernel's, for memory
-        cause_class = FailureCause.HOST_MEMORY
-    if death.signal is not None:
-        what = _killed_by(death.signal)
-        cause_class = FailureCause.KILLED if death.reason is None else cause_class
-    elif death.exit_code:
-        what = f"ended with exit code {death.exit_code}"
-    beat = beats.get(death.rank) if death.rank is not None else None
-    return Failure(
-        RankFailedError.exit_code,
-        what,
-        cause,
-        death.rank,
-        death.node or (beat.node if beat else None),
-        death.pid or (beat.pid if beat else None),
-        beat.step if beat else None,
-        beat.action if beat else None,
-        death.signal,
-        cause_class,
-    )
-
-
-def _error_line(ended: Ended) -> str | None:
-    """Return the last line of the ranks' output that reports an error."""
-    lines = [
-        line for line in ended.tail if ERROR_LINE.search(line) and not LAUNCHER_LINE.match(line)
-    ]
-    return lines[-1] if lines else None
-
-
-def _with_rank(death: Death, beats: Mapping[int, Beat]) -> Death:
-    """Find the rank of a death that is known by its process, through the heartbeats."""
-    if death.rank is not None or death.pid is None:
-        return death
-    same = [rank for rank, beat in beats.items() if beat.pid == death.pid]
-    host = (death.node or "").partition(".")[0]
-    found = [rank for rank in same if beats[rank].node.partition(".")[0] == host] or same
-    return replace(death, rank=found[0]) if len(found) == 1 else death
 
 
 def _killed_by(number: int) -> str:

@@ -15,11 +15,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError, NodeFailedError, RankFailedError, StalledError
 from gems.launch.local_launcher import Ended
 from gems.runs.failure_cause import FailureCause
-from gems.runs.folder import RunFolder, describe_layout
+from gems.runs.folder import RunFolder
 from gems.runs.owner import own_job_id, verify_gone
 from gems.runs.prepare import change_layout
 from gems.utils.process_tree import end_family
@@ -230,14 +229,14 @@ class Recovery:
         sizes = own.cluster.smaller_nodes(job.nodes)
         within = [size for size in sizes if size <= num_good]
         if num_good >= job.nodes:
-            return self._launch_again(facts, lost, now)
+            return self._launch_again(facts, lost, now.layout)
         try:
             if within:
                 plan = smaller_plan(own, within[0])
                 change_layout(folder, plan, lost, _who(), newest_checkpoint(folder))
-                return self._launch_again(facts, lost, plan.spec)
+                return self._launch_again(facts, lost, plan.spec.layout)
             if sizes and JobRecord.read(folder).next_job is None:
-                self._submit(own, sizes[0], facts, lost)
+                self._submit(sizes[0], facts, lost)
                 return True
         except (ConfigError, OSError) as error:
             report(f"{lost}; the run does not go on: {error}")
@@ -245,7 +244,7 @@ class Recovery:
         refusal = requeue_refusal(folder, own.cluster, FailureCause.NODE)
         if refusal is None:
             refusal = requeue_run(
-                folder, now, job, facts | {"cause": lost}, FailureCause.NODE, None, self.work
+                folder, job, facts | {"cause": lost}, FailureCause.NODE, None, self.work
             )
         goes_on = (
             "the run starts again by itself"
@@ -256,8 +255,8 @@ class Recovery:
         self.has_moved = refusal is None
         return self.has_moved
 
-    def _launch_again(self, facts: dict[str, Any], lost: str, spec: RunSpec) -> bool:
-        cause = f"{lost}; the run goes on by {describe_layout(spec)}"
+    def _launch_again(self, facts: dict[str, Any], lost: str, layout: str) -> bool:
+        cause = f"{lost}; the run goes on by {layout}"
         self._folder.write_status("requeued", **facts | {"job_id": own_job_id(), "cause": cause})
         report(cause)
         self.again = True
@@ -283,23 +282,19 @@ class Recovery:
             return
         sizes = own.cluster.smaller_nodes(now.cluster.nodes or 1)
         if sizes:
-            self._submit(own, sizes[0], {}, lost, after=own_job_id())
+            self._submit(sizes[0], {}, lost, after=own_job_id())
             return
         if (refusal := requeue_refusal(self._folder, own.cluster, FailureCause.NODE)) is not None:
             raise GemsError(refusal)
         with counted_requeue(self._folder, FailureCause.NODE, None) as count:
-            self._submit(own, None, count, lost, after=own_job_id())
+            self._submit(None, count, lost, after=own_job_id())
 
     def _submit(
-        self,
-        own: RunSpec,
-        size: int | None,
-        facts: Mapping[str, Any],
-        lost: str,
-        after: str | None = None,
+        self, size: int | None, facts: Mapping[str, Any], lost: str, after: str | None = None
     ) -> None:
         """Submit the run as a new job without the lost nodes, on `size` nodes unless it is None."""
         folder = self._folder
+        own = folder.read_own_spec()
         plan = None if size is None else smaller_plan(own, size)
         spec = folder.read_spec() if plan is None else plan.spec
         exclude = [*dict.fromkeys([*own.cluster.exclude, *self.left_out])]
@@ -310,9 +305,9 @@ class Recovery:
         with Ownership(verify_gone) as ownership:
             ownership.take(folder)
             (new_id,) = submit_owned(
-                spec, job, ownership, [self.work], "requeued", {**facts, "cause": lost}
+                job, ownership, [self.work], "requeued", {**facts, "cause": lost}
             )
-        report(f"{lost}; the run continues as job {new_id}, by {describe_layout(spec)}")
+        report(f"{lost}; the run continues as job {new_id}, by {spec.layout}")
         self.has_moved = True
 
 

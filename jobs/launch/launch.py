@@ -35,12 +35,12 @@ from jobs.batch.launchers import command, module_on_each_node, on_each_node
 from jobs.batch.output import report
 from jobs.batch.resources import CODE, IMAGE, SIMULATED, JobSpec, job_spec
 from jobs.diagnosis.launcher_output import RANK_CODES, LauncherOutput
-from jobs.diagnosis.root_cause import Failure, find_failure, read_records
+from jobs.diagnosis.root_cause import Failure, RankEvidence, read_records
 from jobs.launch import own_job
 from jobs.launch.elastic import Recovery, select_nodes
 from jobs.launch.notify import notify
 from jobs.launch.rank_watch import RankWatch, is_gone
-from jobs.probes.mpi import probe_in_job
+from jobs.probes.mpi import MpiProbe
 from jobs.status.job_record import CHAIN_JSON, REQUEUES_JSON, SLURM, JobRecord, read_or_empty
 
 # The batch script's own rank. srun gives each task one; ranks of another launcher would all take
@@ -128,8 +128,10 @@ def launch(
         KeyboardInterrupt: the user interrupted the run; it is raised after the ranks have ended.
     """
     job = job_spec(spec)
-    environment = _environment(job, spec, echo)
-    launched = _Launch(folder, spec, job, summary, recovery, environment)
+    environment = _environment(job, spec.machine.threads_per_rank, echo)
+    probe = MpiProbe(job, spec.machine, spec.cache_dir)
+    limit_s = spec.train.hang_timeout_s
+    launched = _Launch(folder, job, probe, limit_s, summary, recovery, environment)
     with contextlib.ExitStack() as stack:
         if recovery is None:  # a batch job tells it once the next one of its chain is known
             stack.callback(notify, folder)
@@ -142,8 +144,9 @@ class _Launch:
     """One launch of a run; `facts` are the fields of status.json that every state has."""
 
     folder: RunFolder
-    spec: RunSpec
     job: JobSpec
+    probe: MpiProbe
+    hang_timeout_s: float
     summary: str
     recovery: Recovery | None
     environment: dict[str, str]
@@ -157,11 +160,7 @@ class _Launch:
         self._begin()
         stop_request = request or stack.enter_context(StopRequest())
         watch = RankWatch(
-            folder,
-            self.job,
-            self.spec.train.hang_timeout_s,
-            self.output,
-            lambda: stop_request.pass_on(folder),
+            folder, self.job, self.hang_timeout_s, self.output, lambda: stop_request.pass_on(folder)
         )
         try:
             ended = self._run_ranks(stack, watch, echo)
@@ -215,7 +214,8 @@ class _Launch:
         if nodes:
             folder.write_status("running", **self.facts)
         stopped_early = stopped_early or _sweep(job, folder, self.environment)
-        stopped_early = stopped_early or probe_in_job(self.spec, job, folder, self.environment)
+        probe = replace(self.probe, job=job)
+        stopped_early = stopped_early or probe.run_first(folder, self.environment)
         if stopped_early is not None:
             return stopped_early
         with contextlib.nullcontext() if recovery is None else recovery.deputy(job, nodes):
@@ -253,7 +253,7 @@ class _Launch:
         stopped = read_or_empty(folder.stopped_json)
         if stopped and not has_record:  # all ranks have saved and stopped
             work = self.recovery.work if self.recovery is not None else None
-            state = own_job.end_saved_run(folder, self.spec, job, facts, stopped, is_killed, work)
+            state = own_job.end_saved_run(folder, job, facts, stopped, is_killed, work)
             if state == "stopped" and not is_killed:
                 collect(folder, self.summary)
             return own_job.CANCELLED_CODE if state == "cancelled" else 0
@@ -264,7 +264,7 @@ class _Launch:
             folder.write_status("finished", **facts, exit_code=code, collected=code == 0)
             return code
         state = "failed"
-        failure = find_failure(folder, self.output, ended)
+        failure = RankEvidence(folder, self.output, ended).failure
         if job.launcher == SIMULATED and ended.returncode in RANK_CODES:
             # there is no rank; the code is the process's own
             failure = replace(failure, exit_code=ended.returncode)
@@ -353,8 +353,8 @@ def collect(folder: RunFolder, summary: str = STDOUT) -> int:
         return subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=out).returncode
 
 
-def _environment(job: JobSpec, spec: RunSpec, echo: bool) -> dict[str, str]:
-    environment = rank_environment(spec.machine.threads_per_rank, keep_slurm=job.is_batch)
+def _environment(job: JobSpec, threads: int, echo: bool) -> dict[str, str]:
+    environment = rank_environment(threads, keep_slurm=job.is_batch)
     if echo and sys.stderr.isatty():
         environment["GEMS_PROGRESS"] = "bar"
     if job.is_batch:
@@ -365,7 +365,7 @@ def _environment(job: JobSpec, spec: RunSpec, echo: bool) -> dict[str, str]:
         environment = {
             name: value for name, value in environment.items() if name not in BATCH_SCRIPT_VARIABLES
         }
-    return environment | {key: str(value) for key, value in spec.cluster.environment.items()}
+    return environment | {key: str(value) for key, value in job.cluster.environment.items()}
 
 
 @contextlib.contextmanager

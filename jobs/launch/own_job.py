@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from gems.config.schema import ClusterConfig, RunSpec
+from gems.config.schema import ClusterConfig
 from gems.errors import SIGNAL_BASE, ConfigError, GemsError
 from gems.launch.local_launcher import Ended
 from gems.runs.failure_cause import FailureCause
@@ -224,7 +224,6 @@ def requeue_refusal(folder: RunFolder, cluster: ClusterConfig, why: str) -> str 
 
 def requeue_run(
     folder: RunFolder,
-    spec: RunSpec,
     job: JobSpec,
     facts: dict[str, Any],
     why: str,
@@ -249,12 +248,11 @@ def requeue_run(
             if error is None or kill_reason() == slurm_jobs.REQUEUED:
                 return None
             if work is None:
-                raise ConfigError(
-                    "cluster", spec.cluster.name, "this process cannot submit the run as a new job"
-                )
+                text = "this process cannot submit the run as a new job"
+                raise ConfigError("cluster", job.cluster.name, text)
             with Ownership(verify_gone) as ownership:
                 ownership.take(folder)
-                (new_id,) = submit_owned(spec, job, ownership, [work], "requeued", facts)
+                (new_id,) = submit_owned(job, ownership, [work], "requeued", facts)
     except (ConfigError, OSError) as refusal:
         return "no requeue, " + "; ".join(filter(None, (error, str(refusal))))
     report(f"no requeue, {error}; the run continues as job {new_id}")
@@ -279,7 +277,6 @@ def hand_over(folder: RunFolder) -> None:
 
 def end_saved_run(
     folder: RunFolder,
-    spec: RunSpec,
     job: JobSpec,
     facts: dict[str, Any],
     stopped: dict[str, Any],
@@ -303,7 +300,7 @@ def end_saved_run(
     elif is_killed or (own is not None and own.state != "RUNNING"):
         why = kill_reason()
     else:
-        why = stop_cause(own, spec.cluster, reason)
+        why = stop_cause(own, job.cluster, reason)
     saved = f"saved before step {step} and stopped ({why or reason})"
     if why == FailureCause.CANCELLED or folder.cancelled_json.exists():
         cause = f"{DESCRIPTIONS[FailureCause.CANCELLED]}; it had saved before step {step}"
@@ -319,8 +316,8 @@ def end_saved_run(
         return "requeued"
     error = None
     if why is not None:
-        error = requeue_refusal(folder, spec.cluster, why) or requeue_run(
-            folder, spec, job, facts | {"cause": saved}, why, step, work
+        error = requeue_refusal(folder, job.cluster, why) or requeue_run(
+            folder, job, facts | {"cause": saved}, why, step, work
         )
         if error is None:
             report(f"the run {saved}; it starts again by itself")

@@ -10,12 +10,13 @@ from functools import cache, partial
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.plan.evaluate import Plan, evaluate
-from gems.runs.folder import RunFolder, describe_layout
+from gems.runs.folder import RunFolder
 from gems.runs.owner import check_free, new_token
 from gems.runs.prepare import change_layout, prepare
 from jobs.batch.job import name_submission
 from jobs.batch.launchers import command
 from jobs.batch.output import report
+from jobs.batch.preset_limits import check_limits
 from jobs.batch.resources import JobSpec, job_spec
 from jobs.diagnosis.evidence import newest_checkpoint
 from jobs.launch.batch import BatchJob
@@ -25,7 +26,6 @@ from jobs.preflight.checks import Check, passed, preflight
 from jobs.preflight.cost import is_confirmed
 from jobs.preflight.layouts import plan_of_start
 from jobs.schedulers.scheduler import scheduler_for
-from jobs.schedulers.slurm_client.limits import check_limits
 from jobs.status.job_record import gone_verifier, write_chain
 
 
@@ -41,7 +41,7 @@ def start_run(spec: RunSpec, *, assume_yes: bool = False, force: bool = False) -
             than its host memory.
     """
     job = job_spec(spec)
-    check_limits(spec, job)
+    check_limits(job, spec.machine.host_bytes)
     if job.is_batch:
         return 0 if submit_run(spec, job, assume_yes=assume_yes, force=force) else 1
     return launch(prepare_here(spec, job, force=force), spec, echo=False, summary=LOGS)
@@ -57,7 +57,7 @@ def submit_run(
     the cost of the whole chain is confirmed.
     """
     folder = RunFolder.of(spec)
-    scheduler = scheduler_for(spec)
+    scheduler = scheduler_for(spec.cluster)
     scheduler.check_here()
     scheduler.check_submission(spec.cluster)
     check_free(folder, gone_verifier(force=force))
@@ -67,22 +67,21 @@ def submit_run(
     if layout is not None:
         run = layout[0].spec
         job = replace(job_spec(run), after=job.after)
-        report(f"{layout[1]}: the run starts by {describe_layout(run)}")
+        report(f"{layout[1]}: the run starts by {run.layout}")
     make_plan = plan if layout is None else lambda: layout[0]
-    script = scheduler.script(run, job, folder)
+    script = scheduler.script(job, folder)
     for note in scheduler.notes(script):
         report(note)
     checks = passed(preflight(run, job, script, make_plan))
     if not is_confirmed([job] * num_jobs, assume_yes=assume_yes):
         report("nothing is submitted")
         return None
-    return submit_together([spec], job, [plan()], force=force, layout=layout), checks
+    return submit_together([plan()], job, force=force, layout=layout), checks
 
 
 def submit_together(
-    specs: Sequence[RunSpec],
+    plans: Sequence[Plan],
     job: JobSpec,
-    plans: Sequence[Plan | None],
     *,
     force: bool = False,
     layout: tuple[Plan, str] | None = None,
@@ -93,12 +92,10 @@ def submit_together(
     instead of its own, and the reason.
 
     Raises:
-        ConfigError: as for `prepare` and `submit_job`, or a folder is in use.
+        ConfigError: as for `prepare` and `Scheduler.submit`, or a folder is in use.
     """
     with Ownership(gone_verifier(force=force)) as ownership:
-        folders = [
-            prepare(spec, plan, own=ownership.take) for spec, plan in zip(specs, plans, strict=True)
-        ]
+        folders = [prepare(plan.spec, plan, own=ownership.take) for plan in plans]
         if layout is not None:
             change_layout(
                 folders[0],
@@ -107,15 +104,11 @@ def submit_together(
                 step=newest_checkpoint(folders[0]),
             )
         work = BatchJob(tuple(str(folder.path) for folder in folders))
-        (job_id,) = submit_owned(
-            specs[0] if layout is None else layout[0].spec, job, ownership, [work]
-        )
+        (job_id,) = submit_owned(job, ownership, [work])
         return job_id
 
 
-def submit_chain(
-    spec: RunSpec, job: JobSpec, folder: RunFolder, job_id: str, num_jobs: int
-) -> list[str]:
+def submit_chain(job: JobSpec, folder: RunFolder, job_id: str, num_jobs: int) -> list[str]:
     """Submit the jobs that continue a run after its first one, `job_id`; return the whole chain.
 
     Each job starts after its predecessor, resumes from the newest checkpoint, and ends at once if
@@ -123,13 +116,13 @@ def submit_chain(
     """
     chain = [job_id]
     work = BatchJob((str(folder.path),))
-    submit = scheduler_for(spec).submit
+    submit = scheduler_for(job.cluster).submit
     for _ in range(num_jobs - 1):
         token = new_token()
         with SignalsWait():
             try:
                 following = submit(
-                    spec, replace(job, after=chain[-1]), folder, [work.with_token(token)], token
+                    replace(job, after=chain[-1]), folder, [work.with_token(token)], token
                 )
             except ConfigError as error:
                 report(f"the chain has {len(chain)} of {num_jobs} jobs: {error}")

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from gems.config.schema import RunSpec
+from gems.config.schema import ClusterConfig
 from gems.runs.folder import RunFolder
 from gems.runs.owner import SUBMITTING, Owner, Verify, new_token, read_owner, take
 from gems.utils.process_tree import start_time
@@ -110,7 +110,6 @@ class Ownership:
 
 
 def submit_owned(
-    spec: RunSpec,
     job: JobSpec,
     ownership: Ownership,
     works: Sequence[Work],
@@ -121,8 +120,8 @@ def submit_owned(
     """Submit prepared runs, as one job or as an array of several works; return their job numbers.
 
     The job is recorded as the owner of its runs, with `state` and `facts`. `home` is the folder of
-    an array's script and output. Raises the errors of `submit_job`. On an error, the runs are as
-    before, unless it is unknown whether SLURM has the job.
+    an array's script and output. Raises the errors of `Scheduler.submit`. On an error, the runs are
+    as before, unless it is unknown whether SLURM has the job.
     """
     token = ownership.token
     is_array = len(works) > 1
@@ -135,14 +134,14 @@ def submit_owned(
     def mark(pid: int) -> None:
         for folder, _, task in taken:
             own = {"task": task} if is_array else {}
-            fields = {**(facts or {}), **_submitter(spec, token, pid), **own}
+            fields = {**(facts or {}), **_submitter(job.cluster, token, pid), **own}
             folder.write_status(SUBMITTING, **fields)
 
     with SignalsWait() as signals:
         mark(os.getpid())
         try:
-            number = scheduler_for(spec).submit(
-                spec, job, home, [work.with_token(token) for work in works], token
+            number = scheduler_for(job.cluster).submit(
+                job, home, [work.with_token(token) for work in works], token
             )
             names = map(str, range(len(works))) if is_array else ("",)
             job_ids = [str(JobId.parse(number)._replace(task=task)) for task in names]
@@ -169,11 +168,11 @@ def submit_owned(
     return job_ids
 
 
-def _submitter(spec: RunSpec, token: str, pid: int) -> dict[str, Any]:
+def _submitter(cluster: ClusterConfig, token: str, pid: int) -> dict[str, Any]:
     """Return the fields of status.json that identify an interrupted submission."""
     return {
         "token": token,
-        "scheduler": place(spec.cluster),
+        "scheduler": place(cluster),
         "host": os.uname().nodename,
         "pid": pid,
         "pid_started": start_time(os.getpid()),

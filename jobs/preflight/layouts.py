@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from gems.config.resolve import resolve
-from gems.config.schema import ClusterConfig, RunSpec
+from gems.config.schema import ClusterConfig, ParallelConfig, RunSpec
 from gems.errors import ConfigError, DoesNotFitError, ScheduleError
 from gems.plan.evaluate import Plan, evaluate
-from gems.runs.folder import RunFolder, describe_layout
+from gems.runs.folder import RunFolder
 from jobs.batch.command import SchedulerUnavailableError
 from jobs.batch.resources import job_spec
-from jobs.schedulers.slurm_client.limits import estimate_wait_h
-from jobs.schedulers.slurm_client.site import left_nodes
+from jobs.schedulers.scheduler import scheduler_for
 
 NO_LAYOUT = (ConfigError, DoesNotFitError, ScheduleError)
 SEARCH_BUDGET_S = 10.0
@@ -38,14 +37,14 @@ def smaller_plan(spec: RunSpec, nodes: int) -> Plan:
     most = min(cluster.max_ranks_per_node, spec.world_size // nodes)
     for per_node in range(most, 0, -1):
         run = replace(spec, cluster=replace(cluster, nodes=nodes, ranks_per_node=per_node))
-        found: list[Plan] = []
-        for layout in _own_layouts(run, nodes * per_node):
+        plans: list[Plan] = []
+        for parallel in _own_layouts(run.parallel, nodes * per_node):
             try:
-                found.append(evaluate(resolve(layout)))
+                plans.append(evaluate(resolve(replace(run, parallel=parallel))))
             except NO_LAYOUT as error:
                 why = f" ({error})"
-        if found:
-            return min(found, key=lambda plan: (plan.step_s, -plan.spec.parallel.partitions))
+        if plans:
+            return min(plans, key=lambda plan: (plan.step_s, -plan.spec.parallel.partitions))
         if run.machine.is_real:
             try:
                 return _searched_plan(run, nodes * per_node)
@@ -76,9 +75,7 @@ def check_layouts(spec: RunSpec) -> tuple[bool, str]:
                 " this job"
             ),
         )
-    return True, "else " + ", or ".join(
-        describe_layout(smaller_plan(spec, nodes).spec) for nodes in sizes
-    )
+    return True, "else " + ", or ".join(smaller_plan(spec, nodes).spec.layout for nodes in sizes)
 
 
 def plan_of_start(spec: RunSpec, folder: RunFolder) -> tuple[Plan, str] | None:
@@ -102,7 +99,9 @@ def plan_of_start(spec: RunSpec, folder: RunFolder) -> tuple[Plan, str] | None:
             continue
         wait_h = 0.0
         if cluster.elastic_wait_h is not None:
-            wait_h = _wait_h(spec if size == own else smaller_plan(spec, size).spec, folder) or 0.0
+            job = job_spec(spec if size == own else smaller_plan(spec, size).spec)
+            scheduler = scheduler_for(cluster)
+            wait_h = scheduler.wait_h(scheduler.script(job, folder)) or 0.0
         waits_h[size] = wait_h
         if wait_h <= (cluster.elastic_wait_h or 0.0):
             break
@@ -122,23 +121,16 @@ def _num_left(cluster: ClusterConfig) -> int | None:
     if not cluster.exclude:
         return None
     try:
-        return len(left_nodes(cluster)[0])
+        return len(scheduler_for(cluster).left_nodes(cluster)[0])
     except SchedulerUnavailableError:
         return None
 
 
-def _wait_h(spec: RunSpec, folder: RunFolder) -> float | None:
-    from jobs.schedulers.slurm_client.sbatch import sbatch_script
-
-    return estimate_wait_h(sbatch_script(spec, job_spec(spec), folder))
-
-
-def _own_layouts(spec: RunSpec, world_size: int) -> Iterator[RunSpec]:
-    """Yield the run on this number of ranks with its own schedule.
+def _own_layouts(parallel: ParallelConfig, world_size: int) -> Iterator[ParallelConfig]:
+    """Yield a run's ways to use this number of ranks with its own schedule.
 
     The number of micro-batches over all replicas stays the same.
     """
-    parallel = spec.parallel
     total = parallel.replicas * (parallel.micro_batches or 0)
     for replicas in range(1, world_size + 1):
         if world_size % replicas or total % replicas:
@@ -147,7 +139,7 @@ def _own_layouts(spec: RunSpec, world_size: int) -> Iterator[RunSpec]:
             micro_batches = total // replicas
             if parts is not None and micro_batches % parts:
                 continue
-            changed = replace(
+            yield replace(
                 parallel,
                 partitions=world_size // replicas,
                 replicas=replicas,
@@ -157,7 +149,6 @@ def _own_layouts(spec: RunSpec, world_size: int) -> Iterator[RunSpec]:
                 boundaries=None,
                 gpus=None,
             )
-            yield replace(spec, parallel=changed)
 
 
 def _searched_plan(spec: RunSpec, world_size: int) -> Plan:
@@ -178,12 +169,12 @@ def _searched_plan(spec: RunSpec, world_size: int) -> Plan:
         replace(spec, parallel=replace(spec.parallel, gpus=world_size)),
         spec.memory.limit_bytes or spec.machine.device_bytes,
     )
-    _, found = fastest(
+    _, search = fastest(
         planner,
         [spec.parallel.global_batch],
         1,
         SEARCH_BUDGET_S,
         accepts=lambda one: one.micro_batch_size == size and one.strips == strips,
     )
-    run = planner.run_of(found.best[0].candidate, found.best[0].boundaries)
+    run = planner.run_of(search.best[0].candidate, search.best[0].boundaries)
     return evaluate(resolve(replace(run, cluster=replace(run.cluster, ranks_per_node=per_node))))

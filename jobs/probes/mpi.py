@@ -11,12 +11,12 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from gems.config.schema import RunSpec
+from gems.config.schema import MachineConfig
 from gems.errors import ConfigError, RankFailedError, StalledError
 from gems.launch.local_launcher import Ended, Output, mpiexec_argv, run_ranks
 from gems.runs.folder import RunFolder
@@ -49,72 +49,175 @@ CLUSTER_KEYS = (
     "container_image",
     "container_options",
 )
+LIMIT_S = 180.0
+SLURM_PREFIXES = ("srun: ", "slurmstepd: ")  # their last lines report that a task ended, not why
+MPI_HELP = "MPICH takes cluster.mpi=pmi2, Open MPI pmix, Cray MPICH cray_shasta (srun --mpi=list)"
 
 
-def probe_digest(spec: RunSpec, job: JobSpec) -> str:
-    """Return 8 hexadecimal digits of what a probe depends on."""
-    return hashlib.sha256(_key(spec, job).encode()).hexdigest()[:8]
+@dataclass(frozen=True, slots=True)
+class MpiProbe:
+    """The probe of a job's cluster and environment, by two ranks that its launcher starts."""
+
+    job: JobSpec
+    machine: MachineConfig
+    cache_dir: str | None
+
+    @property
+    def key(self) -> str:
+        """What a probe depends on.
+
+        Cluster, interpreter, launcher, MPI type, modules, environment, container.
+        Modules that were loaded by hand count if the preset loads none.
+        """
+        job = self.job
+        cluster = job.cluster
+        facts = {name: getattr(cluster, name) for name in CLUSTER_KEYS}
+        facts |= {"python": job.python, "gpus": job.gpus_per_node > 0}
+        facts["device"] = self.machine.device
+        if not cluster.modules and not cluster.setup and "export" not in cluster.sbatch:
+            facts["loaded"] = os.environ.get("LOADEDMODULES", "")
+        return json.dumps(facts, sort_keys=True)
+
+    @property
+    def digest(self) -> str:
+        """8 hexadecimal digits of what a probe depends on."""
+        return hashlib.sha256(self.key.encode()).hexdigest()[:8]
+
+    def keep(self, result: dict[str, Any]) -> None:
+        """Store the result of a probe."""
+        keep_cached(self.cache_dir, KIND, self.key, result)
+
+    def known(self) -> dict[str, Any] | None:
+        """Return the stored result for this cluster and environment.
+
+        Return None if it is old, or was made on fewer nodes.
+        """
+        result = read_cached(self.cache_dir, KIND, self.key) or {}
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            age = datetime.now(UTC) - datetime.fromisoformat(result["utc"])
+            nodes = max(len({rank["node"] for rank in result["ranks"]}), result.get("nodes", 1))
+            is_enough = age < MAX_AGE and nodes >= min(self.job.nodes, RANKS)
+            return result if is_enough else None
+        return None
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a job's ranks speak MPI to each other, and no probe of that is known."""
+        job = self.job
+        speaks = job.is_batch and job.tasks >= RANKS and self.machine.takes_steps
+        return speaks and self.known() is None
+
+    def run_first(self, folder: RunFolder, environment: Mapping[str, str]) -> Ended | None:
+        """Probe as the first step of a job if its cluster and environment have no known probe.
+
+        The ranks start after it. The result is written to logs/probe.json and kept for later jobs.
+        Return how the probe ended if the job was stopped meanwhile, or None if the run may start.
+        Raises the errors of `read`.
+        """
+        if not self.is_needed:
+            return None
+        ended = self.run(folder, environment)
+        if ended.stopped_by is not None:
+            return ended
+        result = self.read(ended, folder) | {"nodes": self._pair.nodes}
+        self.keep(result)
+        report(f"probe: {describe_probe(result)}")
+        return None
+
+    def run(self, folder: RunFolder, environment: Mapping[str, str]) -> Ended:
+        """Run the two ranks, which write `probe_json`; return how they ended."""
+        probe_json(folder).unlink(missing_ok=True)
+        output = Output(folder.logs / "probe.log", echo=False)
+        return run_ranks(self.argv(folder), environment, output, LIMIT_S)
+
+    @property
+    def _pair(self) -> JobSpec:
+        """The resources of two ranks of the job, on two nodes if it has them."""
+        job = self.job
+        nodes = min(job.nodes, RANKS)
+        per_node = RANKS // nodes
+        nodelist = job.nodelist[:nodes]
+        return replace(job, nodes=nodes, tasks=RANKS, tasks_per_node=per_node, nodelist=nodelist)
+
+    def argv(self, folder: RunFolder) -> list[str]:
+        """Return the command line of the probe, which writes `probe_json`."""
+        job = self.job
+        order = ",".join(map(str, job.cluster.device_order))
+        words = [str(probe_json(folder)), self.machine.device, *([order] if order else [])]
+        program = rank_program(job, folder, "gems.engine.transport.probe", *words)
+        if job.launcher == "ibrun":
+            return ["ibrun", "-n", str(RANKS), *program]  # the first tasks of the allocation
+        if job.launcher == "mpiexec":
+            return mpiexec_argv(RANKS, program)
+        by = {"flux": by_flux, "hydra": by_hydra, "pals": by_pals}.get(job.launcher, by_srun)
+        return by(self._pair, folder, program)
+
+    def read(self, ended: Ended, folder: RunFolder) -> dict[str, Any]:
+        """Return the result of the probe.
+
+        Without a result, raise an error from what its ranks left, and how they ended.
+
+        Raises:
+            ConfigError: MPI does not start as configured, or must not be given device memory.
+            RankFailedError: the ranks ended otherwise.
+            StalledError: the ranks did not end.
+        """
+        result = read_or_empty(probe_json(folder))
+        mpi = self.job.cluster.mpi or "null"
+        if words := result.get("config_error"):
+            key, value, *more = words
+            raise ConfigError(key, mpi if key == "cluster.mpi" else value, *more)
+        if "error" in result:
+            raise RankFailedError(f"the probe of two ranks failed: {result['error']}")
+        blind = [rank["node"] for rank in result.get("ranks", []) if not rank["sees_folder"]]
+        if blind:
+            text = f"node {blind[0]} does not see it"
+            raise ConfigError(
+                "runs_dir", self.job.runs_dir, text, "use a folder that all nodes share"
+            )
+        if ended.returncode == 0 and not ended.timed_out and "wall_s" in result:
+            return result
+        how = (
+            f"did not end within {LIMIT_S:g} s"
+            if ended.timed_out
+            else f"ended with code {ended.returncode}"
+        )
+        lines = [line for line in ended.tail if not line.startswith(SLURM_PREFIXES)] or list(
+            ended.tail
+        )
+        last = f": {lines[-1]}" if lines else ""
+        if result.get("device_message") == "trying":
+            text = (
+                f"MPI claims to take device memory, and the probe's ranks {how} when it got"
+                f" some{last}"
+            )
+            advice = "use machine.transport=host, or an MPI built for these GPUs"
+            raise ConfigError("machine.transport", self.machine.transport, text, advice)
+        if ended.timed_out:
+            raise StalledError(f"the probe's two ranks {how}{last}; {MPI_HELP}")
+        if not result:
+            how += f" before MPI had started, with cluster.mpi={mpi}"
+            last += f"; {MPI_HELP}"
+        raise RankFailedError(f"the probe's two ranks {how}{last}")
 
 
-def _key(spec: RunSpec, job: JobSpec) -> str:
-    """Return what a probe depends on.
-
-    Cluster, interpreter, launcher, MPI type, modules, environment, container.
-    Modules that were loaded by hand count if the preset loads none.
-    """
-    cluster = spec.cluster
-    facts = {name: getattr(cluster, name) for name in CLUSTER_KEYS}
-    facts |= {"python": job.python, "gpus": job.gpus_per_node > 0, "device": spec.machine.device}
-    if not cluster.modules and not cluster.setup and "export" not in cluster.sbatch:
-        facts["loaded"] = os.environ.get("LOADEDMODULES", "")
-    return json.dumps(facts, sort_keys=True)
-
-
-def keep_probe(spec: RunSpec, job: JobSpec, found: dict[str, Any]) -> None:
-    """Store the result of a probe."""
-    keep_cached(spec.cache_dir, KIND, _key(spec, job), found)
-
-
-def known_probe(spec: RunSpec, job: JobSpec) -> dict[str, Any] | None:
-    """Return the stored probe of this cluster and environment.
-
-    Return None if it is old, or was made on fewer nodes.
-    """
-    found = read_cached(spec.cache_dir, KIND, _key(spec, job)) or {}
-    with contextlib.suppress(KeyError, TypeError, ValueError):
-        age = datetime.now(UTC) - datetime.fromisoformat(found["utc"])
-        nodes = max(len({rank["node"] for rank in found["ranks"]}), found.get("nodes", 1))
-        return found if age < MAX_AGE and nodes >= min(job.nodes, RANKS) else None
-    return None
-
-
-def needs_probe(spec: RunSpec, job: JobSpec) -> bool:
-    """Return whether a job's ranks speak MPI to each other, and no probe of that is known."""
-    return (
-        job.is_batch
-        and job.tasks >= RANKS
-        and spec.machine.takes_steps
-        and known_probe(spec, job) is None
-    )
-
-
-def describe_probe(found: Mapping[str, Any]) -> str:
-    """Describe in one line what a probe found."""
-    nodes = sorted({rank["node"] for rank in found["ranks"]})
-    device = str(found["device_message"])
+def describe_probe(result: Mapping[str, Any]) -> str:
+    """Describe in one line what a probe result."""
+    nodes = sorted({rank["node"] for rank in result["ranks"]})
+    device = str(result["device_message"])
     if device == "passed":
-        device = f"MPI takes device memory, {_rates(found['device'])}"
+        device = f"MPI takes device memory, {_rates(result['device'])}"
     elif device != "no GPU":
         claim = (
             "though MPI claims to take it"
-            if found["takes_device_memory"]
+            if result["takes_device_memory"]
             else "MPI does not take it"
         )
         device = f"device memory goes through the host: {claim}"
     words = (
-        found["mpi"],
-        f"{found['world_size']} ranks on {', '.join(nodes)}",
-        _rates(found["host"]),
+        result["mpi"],
+        f"{result['world_size']} ranks on {', '.join(nodes)}",
+        _rates(result["host"]),
         device,
     )
     return "; ".join(" ".join(word.split()) for word in words)
@@ -124,107 +227,6 @@ def _rates(link: Mapping[str, float]) -> str:
     return format_rates(link["latency_s"], link["bytes_per_s"])
 
 
-LIMIT_S = 180.0
-SLURM_PREFIXES = ("srun: ", "slurmstepd: ")  # their last lines report that a task ended, not why
-MPI_HELP = "MPICH takes cluster.mpi=pmi2, Open MPI pmix, Cray MPICH cray_shasta (srun --mpi=list)"
-
-
-def probe_in_job(
-    spec: RunSpec, job: JobSpec, folder: RunFolder, environment: Mapping[str, str]
-) -> Ended | None:
-    """Probe as the first step of a job if its cluster and environment have no known probe.
-
-    The ranks start after it. The result is written to logs/probe.json and kept for later jobs.
-    Return how the probe ended if the job was stopped meanwhile, or None if the run may start.
-    Raises the errors of `read_probe`.
-    """
-    if not needs_probe(spec, job):
-        return None
-    ended = run_probe(spec, job, folder, environment)
-    if ended.stopped_by is not None:
-        return ended
-    found = read_probe(spec, ended, probe_json(folder)) | {"nodes": _pair(job).nodes}
-    keep_probe(spec, job, found)
-    report(f"probe: {describe_probe(found)}")
-    return None
-
-
-def run_probe(
-    spec: RunSpec, job: JobSpec, folder: RunFolder, environment: Mapping[str, str]
-) -> Ended:
-    """Run the two ranks, which write `probe_json`; return how they ended."""
-    probe_json(folder).unlink(missing_ok=True)
-    argv = probe_argv(spec, job, folder)
-    return run_ranks(argv, environment, Output(folder.logs / "probe.log", echo=False), LIMIT_S)
-
-
-def _pair(job: JobSpec) -> JobSpec:
-    """Return the resources of two ranks of a job, on two nodes if it has them."""
-    nodes = min(job.nodes, RANKS)
-    return replace(
-        job, nodes=nodes, tasks=RANKS, tasks_per_node=RANKS // nodes, nodelist=job.nodelist[:nodes]
-    )
-
-
-def probe_argv(spec: RunSpec, job: JobSpec, folder: RunFolder) -> list[str]:
-    """Return the command line of the probe, using the launcher of the job's ranks.
-
-    The probe writes `probe_json`.
-    """
-    order = ",".join(map(str, spec.cluster.device_order))
-    words = [str(probe_json(folder)), spec.machine.device, *([order] if order else [])]
-    program = rank_program(job, folder, "gems.engine.transport.probe", *words)
-    if job.launcher == "ibrun":
-        return ["ibrun", "-n", str(RANKS), *program]  # the first tasks of the allocation
-    if job.launcher == "mpiexec":
-        return mpiexec_argv(RANKS, program)
-    by = {"flux": by_flux, "hydra": by_hydra, "pals": by_pals}.get(job.launcher, by_srun)
-    return by(_pair(job), folder, program)
-
-
 def probe_json(folder: RunFolder) -> Path:
     """Return the file of a probe's result."""
     return folder.logs / "probe.json"
-
-
-def read_probe(spec: RunSpec, ended: Ended, result: Path) -> dict[str, Any]:
-    """Return the result of the probe.
-
-    Without a result, raise an error from what its ranks left, and how they ended.
-
-    Raises:
-        ConfigError: MPI does not start as configured, or must not be given device memory.
-        RankFailedError: the ranks ended otherwise.
-        StalledError: the ranks did not end.
-    """
-    found = read_or_empty(result)
-    if words := found.get("config_error"):
-        key, value, *more = words
-        raise ConfigError(key, spec.cluster.mpi or "null" if key == "cluster.mpi" else value, *more)
-    if "error" in found:
-        raise RankFailedError(f"the probe of two ranks failed: {found['error']}")
-    blind = [rank["node"] for rank in found.get("ranks", []) if not rank["sees_folder"]]
-    if blind:
-        text = f"node {blind[0]} does not see it"
-        raise ConfigError("runs_dir", spec.runs_dir, text, "use a folder that all nodes share")
-    if ended.returncode == 0 and not ended.timed_out and "wall_s" in found:
-        return found
-    how = (
-        f"did not end within {LIMIT_S:g} s"
-        if ended.timed_out
-        else f"ended with code {ended.returncode}"
-    )
-    lines = [line for line in ended.tail if not line.startswith(SLURM_PREFIXES)] or list(ended.tail)
-    last = f": {lines[-1]}" if lines else ""
-    if found.get("device_message") == "trying":
-        text = (
-            f"MPI claims to take device memory, and the probe's ranks {how} when it got some{last}"
-        )
-        advice = "use machine.transport=host, or an MPI built for these GPUs"
-        raise ConfigError("machine.transport", spec.machine.transport, text, advice)
-    if ended.timed_out:
-        raise StalledError(f"the probe's two ranks {how}{last}; {MPI_HELP}")
-    if not found:
-        how += f" before MPI had started, with cluster.mpi={spec.cluster.mpi or 'null'}"
-        last += f"; {MPI_HELP}"
-    raise RankFailedError(f"the probe's two ranks {how}{last}")

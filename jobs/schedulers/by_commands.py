@@ -11,27 +11,18 @@ import os
 import shlex
 import sys
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
-from gems.config.schema import ClusterConfig, RunSpec
 from gems.errors import ConfigError, TryLaterError
 from gems.launch.local_launcher import without_leftovers
 from gems.runs.folder import RunFolder
 from gems.utils.run_module import RUN_MODULE
 from jobs.batch.command import CommandResult, SchedulerError, run_command
-from jobs.batch.job import Job, JobQuery, UnclearSubmissionError, script_path
+from jobs.batch.job import Job, JobQuery
 from jobs.batch.resources import TOKEN_VARIABLE, JobSpec, Work
-from jobs.batch.script import (
-    call_submit,
-    check_path,
-    export_lines,
-    module_lines,
-    render,
-    report_short_job,
-)
 from jobs.schedulers.scheduler import Scheduler
 
 PROGRAM = "jobs.launch.batch"
@@ -40,27 +31,9 @@ PROGRAM = "jobs.launch.batch"
 class ByCommands(Scheduler):
     """A batch system whose subclass knows the directives, the commands and their output."""
 
-    sentinel: ClassVar[str]
-    forbidden: ClassVar[Mapping[str, str]]  # in paths, with the words for them
     full: ClassVar[tuple[str, ...]] = ()  # what the system says if the queue takes no more jobs now
 
     ended: ClassVar[tuple[str, ...]]  # what the system says of a job that has ended
-
-    @abstractmethod
-    def directives(self, spec: RunSpec, job: JobSpec, folder: RunFolder) -> list[str]:
-        """Return the options of a job, one or more words of a line each."""
-
-    def blocks(self, job: JobSpec) -> dict[str, list[str]]:
-        """Return the lines of the template's other blocks, by name."""
-        return {}
-
-    @abstractmethod
-    def submit_argv(self, spec: RunSpec, token: str) -> list[str]:
-        """Return the command that submits a script, without the script."""
-
-    @abstractmethod
-    def read_id(self, text: str) -> str | None:
-        """Return the job's ID in what the command that submits prints; None if there is none."""
 
     @abstractmethod
     def fetch(
@@ -95,81 +68,45 @@ class ByCommands(Scheduler):
         """Return the environment of a command that submits."""
         return without_leftovers(os.environ)
 
-    def script(self, spec: RunSpec, job: JobSpec, folder: RunFolder) -> str:
-        """Return the batch script of a run."""
-        return self._script(spec, job, folder, (str(folder.path),))
+    def submission_environment(self, script: str, token: str) -> dict[str, str]:
+        """Return the environment of a command that submits, with the token."""
+        return self.environment() | {TOKEN_VARIABLE: token}
 
-    def _script(self, spec: RunSpec, job: JobSpec, folder: RunFolder, runs: Sequence[str]) -> str:
-        cluster = spec.cluster
-        for path in dict.fromkeys((str(folder.path), *runs)):
-            check_path(spec, job, RunFolder(Path(path)), self.title, self.forbidden)
+    def script(
+        self,
+        job: JobSpec,
+        folder: RunFolder,
+        works: Sequence[Work] = (),
+        command: str | None = None,
+    ) -> str:
+        """Return the batch script; the queue and the account stand in it without quotes."""
         for key, text in (
-            ("cluster.partition", cluster.partition),
-            ("cluster.account", cluster.full_account),
+            ("cluster.partition", job.cluster.partition),
+            ("cluster.account", job.cluster.full_account),
         ):
             if text is not None and (not text.isprintable() or len(text.split()) != 1):
                 raise ConfigError(key, repr(text), "must be one word")
-        code = (
-            [str(RunFolder(Path(runs[0])).code_zip), PROGRAM]
-            if job.snapshot
-            else [*RUN_MODULE, PROGRAM]
-        )
-        # exec: signals and the exit code are then the launching process's, not the shell's
-        return render(
-            self.name,
-            command=f"exec {shlex.join([sys.executable, '-u', *code, *runs])}",
-            directives=[f"{self.sentinel} {line}" for line in self.directives(spec, job, folder)],
-            setup=[*module_lines(cluster), *cluster.setup, *export_lines(cluster.environment)],
-            **self.blocks(job),
-        )
+        return super().script(job, folder, works, command)
 
-    def submit(
-        self, spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[Work], token: str
-    ) -> str:
-        """Submit one job for prepared runs; there are no arrays."""
-        (work,) = works
-        folder.logs.mkdir(parents=True, exist_ok=True)
-        script = script_path(folder.logs, token)
-        text = self._script(spec, job, folder, work.run_folders)
-        for path in work.run_folders:
-            RunFolder(Path(path)).job_sh.write_text(text)
-        script.write_text(text)
-        argv = [*self.submit_argv(spec, token), str(script)]
-        environment = self.environment() | {TOKEN_VARIABLE: token}
-        try:
-            job_id = call_submit(
-                argv,
-                environment,
-                spec.cluster,
-                self.title,
-                self.read_id,
-                lambda reason: self._refusal(spec.cluster, reason),
-                lambda: self.find_submitted([token]).get(token),
-            )
-        except UnclearSubmissionError:
-            raise
-        except ConfigError:
-            script.unlink()
-            raise
-        report_short_job(job)
-        return job_id
+    def launch_command(self, job: JobSpec, folder: RunFolder, works: Sequence[Work]) -> str:
+        """Return the line that starts our own program."""
+        runs = works[0].run_folders if works else (str(folder.path),)
+        code = [str(RunFolder(Path(runs[0])).code_zip)] if job.snapshot else RUN_MODULE
+        return f"exec {shlex.join([sys.executable, '-u', *code, PROGRAM, *runs])}"
 
-    def _refusal(self, cluster: ClusterConfig, reason: str) -> ConfigError:
+    def refusal(self, cluster: str, reason: str) -> ConfigError:
+        """Return the error for a job that is refused."""
         is_full = any(text in reason for text in self.full)
         kind = TryLaterError if is_full else ConfigError
         text = f"{self.program} refuses the job: {reason}"
-        return kind(
-            "cluster",
-            cluster.name,
-            text,
-            "see cluster.partition, cluster.account and cluster.minutes",
-        )
+        advice = "see cluster.partition, cluster.account and cluster.minutes"
+        return kind("cluster", cluster, text, advice)
 
     def find_submitted(self, tokens: Iterable[str], clusters: str = "") -> dict[str, Job]:
         """Find the jobs of submissions by token; prefer an active job if a token has several."""
         wanted = set(tokens)
-        found = sorted(self.fetch(), key=lambda job: job.is_active)
-        return {job.token: job for job in found if job.token in wanted}
+        jobs = sorted(self.fetch(), key=lambda job: job.is_active)
+        return {job.token: job for job in jobs if job.token in wanted}
 
     def list_jobs(self, job_ids: Iterable[str]) -> list[Job]:
         """List those of some jobs that the system knows."""
@@ -204,10 +141,10 @@ class ByCommands(Scheduler):
     ) -> int | None:
         """Count this user's jobs that wait or run in a queue, or in all."""
         try:
-            found = self.fetch()
+            jobs = self.fetch()
         except SchedulerError:
             return None
-        return sum(job.is_active and partition in (None, job.queue) for job in found)
+        return sum(job.is_active and partition in (None, job.queue) for job in jobs)
 
     def _query(self, job_ids: Iterable[str], limit_s: float | None = None) -> JobQuery:
         try:

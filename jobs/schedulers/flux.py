@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
-from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.launch.local_launcher import without_leftovers
 from gems.runs.folder import RunFolder
@@ -107,9 +106,9 @@ class Flux(ByCommands):
     ended = ("job is inactive", "unknown job id")
     forbidden: ClassVar[Mapping[str, str]] = {"{{": "'{{'", "\\": "'\\'"}
 
-    def directives(self, spec: RunSpec, job: JobSpec, folder: RunFolder) -> list[str]:
+    def directives(self, job: JobSpec, folder: RunFolder, num_tasks: int) -> list[str]:
         """Return the options of `flux batch`: a slot for each node, with all that its ranks use."""
-        cluster = spec.cluster
+        cluster = job.cluster
         free = OPTIONS.checked(cluster.flux_batch)
         if any("\\" in str(value) for value in free.values()):
             raise ConfigError(
@@ -123,7 +122,7 @@ class Flux(ByCommands):
                 "use command:WORDS or an address",
             )
         own: list[tuple[str, Any]] = [
-            ("job-name", spec.name),
+            ("job-name", job.name),
             ("nodes", job.nodes),
             ("nslots", job.nodes),
             ("cores-per-slot", job.cpus_per_node),
@@ -152,12 +151,12 @@ class Flux(ByCommands):
             for name, value in [*own, *values]
         ]
 
-    def submit_argv(self, spec: RunSpec, token: str) -> list[str]:
+    def submit_argv(self, job: JobSpec, token: str) -> list[str]:
         """Return the command; the token ends the job's name, which `flux jobs` shows."""
         variables = [f"--env=-{FLUX_VARIABLE}", f"--env={TOKEN_VARIABLE}={token}"]
-        return [*_flux("batch"), f"--job-name={spec.name}.{token}", *variables]
+        return [*_flux("batch"), f"--job-name={job.name}.{token}", *variables]
 
-    def read_id(self, text: str) -> str | None:
+    def read_id(self, text: str, clusters: str = "") -> str | None:
         """Return the ID that `flux batch` prints, in either form."""
         words = text.split()
         job_id = ascii_flux_id(words[-1]) if words else ""
@@ -182,7 +181,7 @@ class Flux(ByCommands):
         rows = [line.split("|", len(COLUMNS) - 1) for line in result.lines]
         if not rows or [*map(str.strip, rows[0])] != [*COLUMNS.values()]:
             raise SchedulerUnavailableError("flux jobs", "printed no list of jobs")
-        return [_found(row) for row in rows[1:]]
+        return [_parse_job(row) for row in rows[1:]]
 
     def cancel_argv(self) -> list[str]:
         """Return `flux cancel`."""
@@ -201,7 +200,7 @@ def _flux(verb: str) -> list[str]:
     return ["flux", *(["--parent"] if os.environ.get(FLUX_VARIABLE) else []), verb]
 
 
-def _found(row: Sequence[str]) -> Job:
+def _parse_job(row: Sequence[str]) -> Job:
     """Read a line of `flux jobs`; raise SchedulerUnavailableError if it is none."""
     values = dict(zip(COLUMNS, map(str.strip, row), strict=False))
     word = values.get("state", "")

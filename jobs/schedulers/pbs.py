@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar
 
-from gems.config.schema import ClusterConfig, RunSpec
+from gems.config.schema import ClusterConfig
 from gems.errors import ConfigError
 from gems.runs.failure_cause import FailureCause
 from gems.runs.folder import RunFolder
 from jobs.batch.command import CommandResult, SchedulerUnavailableError, run_command, user_name
 from jobs.batch.job import Job
-from jobs.batch.resources import TOKEN_VARIABLE, JobSpec
+from jobs.batch.resources import TOKEN_VARIABLE, JobSpec, Work
 from jobs.batch.script import FreeOptions
 from jobs.schedulers.by_commands import ByCommands
 from jobs.schedulers.scheduler import SCHEDULERS
@@ -104,9 +104,9 @@ class Pbs(ByCommands):
         plain = re.sub(r"[^A-Za-z0-9_.+-]", "_", name)
         return (plain if plain[:1].isalpha() else f"g{plain}")[:MAX_NAME]
 
-    def directives(self, spec: RunSpec, job: JobSpec, folder: RunFolder) -> list[str]:
+    def directives(self, job: JobSpec, folder: RunFolder, num_tasks: int) -> list[str]:
         """Return the options of qsub: a chunk for each node, with all that its ranks use."""
-        cluster, (free, resources, chunk) = spec.cluster, _free(spec.cluster)
+        cluster, (free, resources, chunk) = job.cluster, _free(job.cluster)
         if cluster.exclude:
             text = "PBS has no option that leaves nodes out"
             raise ConfigError(
@@ -118,7 +118,7 @@ class Pbs(ByCommands):
         select = f"{job.nodes}:ncpus={job.cpus_per_node}:mpiprocs={job.tasks_per_node}"
         if job.gpu_option is not None:
             select += f":ngpus={job.gpus_per_node}"
-        own = [f"-N {self.job_name(spec.name)}", f"-l select={select}{chunk}"]
+        own = [f"-N {self.job_name(job.name)}", f"-l select={select}{chunk}"]
         resources = {"place": "scatter", **resources}
         own += [f"-l {name}={value}" for name, value in resources.items()]
         own.append(f"-l walltime={job.minutes // 60:02}:{job.minutes % 60:02}:00")
@@ -138,7 +138,9 @@ class Pbs(ByCommands):
             *(f"-{name}" if value is True else f"-{name} {value}" for name, value in free.items()),
         ]
 
-    def blocks(self, job: JobSpec) -> dict[str, list[str]]:
+    def blocks(
+        self, job: JobSpec, folder: RunFolder, works: Sequence[Work]
+    ) -> dict[str, list[str]]:
         """Return the line that asks the run to save before its end, as PBS sends no signal."""
         if not job.has_early_signal:
             return {"signal": []}
@@ -146,11 +148,11 @@ class Pbs(ByCommands):
         signal = f"{{ sleep {seconds} && kill -USR2 $$; }} </dev/null >/dev/null 2>&1 &"
         return {"signal": [f"{signal}  # PBS sends no signal"]}
 
-    def submit_argv(self, spec: RunSpec, token: str) -> list[str]:
+    def submit_argv(self, job: JobSpec, token: str) -> list[str]:
         """Return the command; the token is among the job's variables, which qstat shows."""
         return ["qsub", "-v", f"{TOKEN_VARIABLE}={token}"]
 
-    def read_id(self, text: str) -> str | None:
+    def read_id(self, text: str, clusters: str = "") -> str | None:
         """Return the ID that qsub prints."""
         words = text.split()
         return words[-1] if words and self.job_id_form.fullmatch(words[-1]) else None
@@ -167,10 +169,10 @@ class Pbs(ByCommands):
                     "qselect", f"printed {wrong[0][:80]!r}, which is no job"
                 )
             job_ids = [word for word in listed if self.job_id_form.fullmatch(word)]
-        found = []
+        jobs = []
         for start in range(0, len(job_ids), CHUNK):
-            found += self._qstat([*job_ids[start : start + CHUNK]], limit_s)
-        return found
+            jobs += self._qstat([*job_ids[start : start + CHUNK]], limit_s)
+        return jobs
 
     def _qstat(self, job_ids: list[str], limit_s: float | None) -> list[Job]:
         """Query some jobs by qstat.
@@ -192,18 +194,17 @@ class Pbs(ByCommands):
         missing = [job_id for job_id in job_ids if _number(job_id) not in {*rows, *forgotten}]
         if missing:
             raise SchedulerUnavailableError("qstat", f"printed nothing of job {missing[0]}")
-        return [
-            _found(job_id, rows[_number(job_id)]) for job_id in job_ids if _number(job_id) in rows
-        ]
+        known = (job_id for job_id in job_ids if _number(job_id) in rows)
+        return [_parse_job(job_id, rows[_number(job_id)]) for job_id in known]
 
     def kill_cause(self, text: str) -> str | None:
         """Read what PBS writes into the job's output before it ends it."""
-        found = [line["why"].strip() for line in KILL.finditer(text)]
-        if not found:
+        reasons = [line["why"].strip() for line in KILL.finditer(text)]
+        if not reasons:
             return None
-        if re.match(r"v?mem\b", found[-1]):
+        if re.match(r"v?mem\b", reasons[-1]):
             return FailureCause.HOST_MEMORY
-        return FailureCause.TIME_LIMIT if "walltime" in found[-1] else found[-1]
+        return FailureCause.TIME_LIMIT if "walltime" in reasons[-1] else reasons[-1]
 
 
 def _free(cluster: ClusterConfig) -> tuple[dict[str, Any], dict[str, Any], str]:
@@ -255,14 +256,14 @@ def _rows(text: str) -> dict[str, dict[str, str]]:
     rows: dict[str, dict[str, str]] = {}
     row: dict[str, str] = {}
     for line in text.replace("\n\t", "").splitlines():
-        if found := re.fullmatch(r"Job Id:\s*(\S+)", line):
-            row = rows.setdefault(_number(found[1]), {})
-        elif found := re.fullmatch(r"    ([A-Za-z][\w.]*) = (.*)", line):
-            row[found[1]] = found[2]
+        if head := re.fullmatch(r"Job Id:\s*(\S+)", line):
+            row = rows.setdefault(_number(head[1]), {})
+        elif attribute := re.fullmatch(r"    ([A-Za-z][\w.]*) = (.*)", line):
+            row[attribute[1]] = attribute[2]
     return rows
 
 
-def _found(job_id: str, row: Mapping[str, str]) -> Job:
+def _parse_job(job_id: str, row: Mapping[str, str]) -> Job:
     letter = row.get("job_state", "")
     if not letter:
         raise SchedulerUnavailableError("qstat", f"printed job {job_id} without a state")
@@ -312,12 +313,10 @@ def _end_state(code: str | None, *, is_late: bool) -> str:
 
 
 def _span(text: str | None) -> timedelta | None:
-    found = re.fullmatch(r"(\d+):(\d+):(\d+)", text or "")
-    return (
-        None
-        if found is None
-        else timedelta(hours=int(found[1]), minutes=int(found[2]), seconds=int(found[3]))
-    )
+    span = re.fullmatch(r"(\d+):(\d+):(\d+)", text or "")
+    if span is None:
+        return None
+    return timedelta(hours=int(span[1]), minutes=int(span[2]), seconds=int(span[3]))
 
 
 def _utc(text: str | None) -> datetime | None:

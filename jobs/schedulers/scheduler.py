@@ -6,24 +6,43 @@ Pro's, f2kPq7 is Flux's.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from gems.config import registries
 from gems.config.cluster_presets import host_names
-from gems.config.schema import ClusterConfig, RunSpec
-from gems.errors import ConfigError
+from gems.config.schema import ClusterConfig
+from gems.errors import ConfigError, TryLaterError
 from gems.runs.folder import RunFolder
 from gems.utils.registry import Registry
-from jobs.batch.command import SchedulerError
-from jobs.batch.job import Job, JobQuery
+from jobs.batch.command import (
+    SchedulerError,
+    SchedulerRefusedError,
+    SchedulerUnavailableError,
+    run_command,
+)
+from jobs.batch.job import Job, JobQuery, UnclearSubmissionError, script_path
+from jobs.batch.preset_limits import is_on_site
 from jobs.batch.resources import JobSpec, Work
-from jobs.schedulers.slurm_client.limits import is_on_site
+from jobs.batch.script import check_path, export_lines, module_lines, render, report_short_job
+
+SUBMIT_LIMIT_S = 180.0  # sbatch tries again for two minutes by itself
+# Errors after which the system may have the job, as opposed to those of a connection that never
+# came about.
+UNCLEAR = (
+    "did not answer within",
+    "was ended by signal",
+    "Socket timed out",
+    "Zero Bytes were transmitted",
+)
+Outcome = tuple[bool | None, str] | str  # of a check; a text alone is one that passed
 
 
 class Scheduler(ABC):
@@ -39,8 +58,9 @@ class Scheduler(ABC):
     queue_program: ClassVar[str]  # the one that tells of jobs
     cancel_program: ClassVar[str]
     job_id_form: ClassVar[re.Pattern[str]]
+    sentinel: ClassVar[str]  # what begins the line of an option in a script
+    forbidden: ClassVar[Mapping[str, str]]  # in paths, with the words for them
     has_arrays: ClassVar[bool] = False
-    has_site_checks: ClassVar[bool] = False
     has_probe_jobs: ClassVar[bool] = False
 
     def check_here(self) -> None:
@@ -87,20 +107,163 @@ class Scheduler(ABC):
         return name
 
     @abstractmethod
-    def script(self, spec: RunSpec, job: JobSpec, folder: RunFolder) -> str:
-        """Return the batch script of a run.
+    def directives(self, job: JobSpec, folder: RunFolder, num_tasks: int) -> list[str]:
+        """Return the options of a job, one or more words of a line each.
 
-        Raise ConfigError for an option or path that the system would misread.
+        `num_tasks` is the size of a job array, at most 1 for a plain job.
         """
 
     @abstractmethod
-    def submit(
-        self, spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[Work], token: str
+    def launch_command(self, job: JobSpec, folder: RunFolder, works: Sequence[Work]) -> str:
+        """Return the last line of a script, which starts its works.
+
+        It is an exec: signals and the exit code are then the launching process's, not the shell's.
+        """
+
+    def exports(self, job: JobSpec) -> list[str]:
+        """Return the lines of a script that set variables."""
+        return export_lines(job.cluster.environment)
+
+    def blocks(
+        self, job: JobSpec, folder: RunFolder, works: Sequence[Work]
+    ) -> dict[str, list[str]]:
+        """Return the lines of the blocks that only this system's template has, by name."""
+        return {}
+
+    def script(
+        self,
+        job: JobSpec,
+        folder: RunFolder,
+        works: Sequence[Work] = (),
+        command: str | None = None,
     ) -> str:
+        """Return the batch script of a run, of several `works`, or with another `command` in it.
+
+        Several works make an array, whose output goes to the logs of `folder`.
+
+        Raises:
+            ConfigError: the system would misread an option or path.
+        """
+        for each in dict.fromkeys((folder, *_run_folders(works))):
+            check_path(job, each, self.title, self.forbidden)
+        options = self.directives(job, folder, len(works))
+        return render(
+            self.name,
+            directives=[f"{self.sentinel} {option}" for option in options],
+            setup=[*module_lines(job.cluster), *job.cluster.setup, *self.exports(job)],
+            command=command or self.launch_command(job, folder, works),
+            **self.blocks(job, folder, works),
+        )
+
+    def submit(self, job: JobSpec, folder: RunFolder, works: Sequence[Work], token: str) -> str:
         """Submit prepared runs and return the job's ID.
 
-        Raises the errors of `jobs.schedulers.slurm_client.sbatch.submit_job`.
+        Several works become an array with a task for each; a single work becomes one job. `folder`
+        is the run's folder, or for an array the folder of the script and the output. The names of
+        the script and of the other files that the job reads hold the token until `name_submission`
+        renames them.
+
+        Raises the errors of `call`.
         """
+        text = self.script(job, folder, works)
+        folder.logs.mkdir(parents=True, exist_ok=True)
+        script = script_path(folder.logs, token)
+        for path in (*(run.job_sh for run in _run_folders(works)), script):
+            path.write_text(text)
+        files = [script, *self.write_works(job, works, token)]
+        try:
+            job_id = self.call(job, script, token)
+        except UnclearSubmissionError:
+            raise
+        except ConfigError:
+            for path in files:
+                path.unlink()
+            raise
+        if f"{self.sentinel} --signal=" not in text:
+            report_short_job(job)
+        return job_id
+
+    def write_works(self, job: JobSpec, works: Sequence[Work], token: str) -> list[Path]:
+        """Write the files that a job reads beside its script, and return them."""
+        return []
+
+    def call(self, job: JobSpec, script: Path, token: str) -> str:
+        """Call the command that submits a script, and return the job's ID.
+
+        Raises:
+            UnclearSubmissionError: it is not known whether the system has the job.
+            TryLaterError: the queue takes no more jobs now, or the system cannot be reached.
+            ConfigError: the system refuses the job.
+            OSError: the script cannot be read.
+        """
+        cluster = job.cluster.name
+        chosen = self.clusters(job.cluster)
+        # inherit the script's fd from the fork on, before the command line changes, so that an
+        # orphaned command can be found
+        with script.open() as file:
+            result = run_command(
+                [*self.submit_argv(job, token), str(script)],
+                limit_s=SUBMIT_LIMIT_S,
+                environment=self.submission_environment(script.read_text(), token),
+                pass_fds=(file.fileno(),),
+            )
+        job_id = self.read_id(result.stdout, chosen)
+        if result.error is None and job_id is not None:
+            return job_id
+        if isinstance(result.error, SchedulerRefusedError):
+            raise self.refusal(cluster, result.error.reason) from result.error
+        if result.error is not None and not any(text in str(result.error) for text in UNCLEAR):
+            text = f"{self.title} cannot be reached, and nothing is submitted ({result.error})"
+            raise TryLaterError("cluster", cluster, text, "try again") from result.error
+        with contextlib.suppress(SchedulerError):
+            if (submitted := self.find_submitted([token], chosen).get(token)) is not None:
+                return submitted.job_id
+        what = result.error or f"{self.program} printed {result.stdout[:80]!r}"
+        text = f"cannot determine whether {self.title} accepted the job ({what})"
+        advice = (
+            f"once {self.title} answers, `jobs status` shows whether the job exists; if not, submit"
+            " again"
+        )
+        raise UnclearSubmissionError("cluster", cluster, text, advice)
+
+    @abstractmethod
+    def submit_argv(self, job: JobSpec, token: str) -> list[str]:
+        """Return the command that submits a script, without the script."""
+
+    @abstractmethod
+    def submission_environment(self, script: str, token: str) -> dict[str, str]:
+        """Return the environment of the command that submits a script of this text."""
+
+    @abstractmethod
+    def read_id(self, text: str, clusters: str = "") -> str | None:
+        """Return the job's ID in the output of the command that submits; None if there is none.
+
+        `clusters` are those of which one gets the job, as by the method of this name.
+        """
+
+    @abstractmethod
+    def refusal(self, cluster: str, reason: str) -> ConfigError:
+        """Return the error for a job that is refused: a TryLaterError if the queue is full."""
+
+    def site_checks(self, job: JobSpec, script: str) -> dict[str, Callable[[], Outcome]]:
+        """Return the checks of whether the site takes a job, by name; none if it tells nothing."""
+        return {}
+
+    def wait_h(self, script: str) -> float | None:
+        """Return the hours until a script would start; None if that is unknown."""
+        return None
+
+    def left_nodes(self, cluster: ClusterConfig) -> tuple[set[str], set[str]]:
+        """Return the names of a partition's nodes that are not excluded, and of those that are.
+
+        Raises:
+            SchedulerUnavailableError: they are not known.
+        """
+        raise SchedulerUnavailableError(self.queue_program, "names no nodes")
+
+    def max_nodes(self, partition: str | None) -> int | None:
+        """Return the most nodes that a job may have; None if that is unknown."""
+        return None
 
     def clusters(self, cluster: ClusterConfig) -> str:
         """Return the clusters, separated by commas, of which one gets a job.
@@ -190,9 +353,13 @@ class Scheduler(ABC):
 SCHEDULERS: Registry[Scheduler] = registries.SCHEDULERS
 
 
-def scheduler_for(spec: RunSpec) -> Scheduler:
-    """Return the system that gets the job of a run."""
-    return SCHEDULERS[spec.cluster.scheduler]
+def scheduler_for(cluster: ClusterConfig) -> Scheduler:
+    """Return the system that gets a cluster's jobs."""
+    return SCHEDULERS[cluster.scheduler]
+
+
+def _run_folders(works: Iterable[Work]) -> list[RunFolder]:
+    return [RunFolder(Path(path)) for work in works for path in work.run_folders]
 
 
 def scheduler_of(job_id: object) -> Scheduler | None:
@@ -209,9 +376,9 @@ def scheduler_of(job_id: object) -> Scheduler | None:
 
 def system_of(job_id: str) -> Scheduler:
     """Return the system of a job whose ID is one."""
-    found = scheduler_of(job_id)
-    assert found is not None, job_id
-    return found
+    scheduler = scheduler_of(job_id)
+    assert scheduler is not None, job_id
+    return scheduler
 
 
 def place(cluster: ClusterConfig) -> str:
@@ -219,15 +386,13 @@ def place(cluster: ClusterConfig) -> str:
 
     An example is slurm@serial.
     """
-    return "@".join(
-        filter(None, (cluster.scheduler, SCHEDULERS[cluster.scheduler].clusters(cluster)))
-    )
+    return "@".join(filter(None, (cluster.scheduler, scheduler_for(cluster).clusters(cluster))))
 
 
 def scheduler_at(at: str) -> Scheduler | None:
     """Return the system of a `place`; None if it is not known here."""
-    found: Scheduler | None = SCHEDULERS.get(at.partition("@")[0])
-    return found
+    scheduler: Scheduler | None = SCHEDULERS.get(at.partition("@")[0])
+    return scheduler
 
 
 def is_job_id(value: object) -> bool:
@@ -237,8 +402,8 @@ def is_job_id(value: object) -> bool:
 
 def title(job_id: str | None) -> str:
     """Return the name of a job's system for a message."""
-    found = scheduler_of(job_id)
-    return found.title if found is not None else "the batch system"
+    scheduler = scheduler_of(job_id)
+    return scheduler.title if scheduler is not None else "the batch system"
 
 
 def query_queue(job_ids: Iterable[str]) -> JobQuery:
@@ -267,12 +432,12 @@ def find_submitted(tokens: Mapping[str, str]) -> dict[str, Job]:
     by_place: defaultdict[str, list[str]] = defaultdict(list)
     for token, at in tokens.items():
         by_place[at].append(token)
-    found: dict[str, Job] = {}
+    submitted: dict[str, Job] = {}
     for at, own in by_place.items():
         if (system := scheduler_at(at)) is None:
             raise SchedulerError(at, "is no scheduler that is known here")
-        found |= system.find_submitted(own, at.partition("@")[2])
-    return found
+        submitted |= system.find_submitted(own, at.partition("@")[2])
+    return submitted
 
 
 def cancel_jobs(job_ids: Sequence[str]) -> str | None:
@@ -284,11 +449,12 @@ def cancel_jobs(job_ids: Sequence[str]) -> str | None:
 
 
 def _query(job_ids: Iterable[str], ask: Callable[[Scheduler, list[str]], JobQuery]) -> JobQuery:
-    found = JobQuery()
+    answer = JobQuery()
     for system, own in _by_system(job_ids):
         query = ask(system, own)
-        found = replace(found, jobs={**found.jobs, **query.jobs}, error=found.error or query.error)
-    return found
+        jobs = {**answer.jobs, **query.jobs}
+        answer = replace(answer, jobs=jobs, error=answer.error or query.error)
+    return answer
 
 
 def _by_system(job_ids: Iterable[str]) -> list[tuple[Scheduler, list[str]]]:

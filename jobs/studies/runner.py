@@ -22,7 +22,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from gems.config.schema import RunSpec
+from gems.config.schema import ClusterConfig
 from gems.errors import SIGNAL_BASE, ConfigError, GemsError, RankFailedError, TryLaterError
 from gems.plan.evaluate import evaluate
 from gems.runs.folder import RunFolder
@@ -31,13 +31,13 @@ from gems.runs.prepare import prepare
 from gems.runs.provenance import own_code
 from jobs.batch.job import UnclearSubmissionError
 from jobs.batch.output import report
+from jobs.batch.preset_limits import check_limits, is_on_site, queue_limit
 from jobs.batch.resources import JobSpec, job_spec
 from jobs.launch.batch import BatchJob
 from jobs.launch.submission import start_run
 from jobs.launch.transaction import Ownership, submit_owned
 from jobs.preflight.checks import passed, preflight, site_checks
 from jobs.schedulers.scheduler import scheduler_for
-from jobs.schedulers.slurm_client.limits import check_limits, is_on_site, queue_limit
 from jobs.schedulers.slurm_client.site import cached_site_queries
 from jobs.status.job_record import find_among, gone_verifier, read_chain
 from jobs.status.lookup import StudyRecord
@@ -61,25 +61,25 @@ class QueueSlots:
         # accounts, partitions and qos for which SLURM takes no more jobs now
         self.full: set[Scope] = set()
 
-    def num_free(self, spec: RunSpec, job: JobSpec) -> float:
+    def num_free(self, job: JobSpec) -> float:
         """Return how many more jobs the queue takes; infinity if that is unknown.
 
         Raises:
             ConfigError: the queue takes no job of this size.
         """
-        if _scope(spec) in self.full:
+        if _scope(job.cluster) in self.full:
             return 0
-        key, allowed = _limit(spec, job)
+        key, allowed = _limit(job)
         if allowed is not None and key not in self._slots:
-            scheduler = scheduler_for(spec)
-            queued = scheduler.num_queued(*key[1:], clusters=scheduler.clusters(spec.cluster))
+            scheduler = scheduler_for(job.cluster)
+            queued = scheduler.num_queued(*key[1:], clusters=scheduler.clusters(job.cluster))
             self._slots[key] = None if queued is None else allowed - queued
         slots = self._slots.get(key)
         return math.inf if slots is None else max(0, slots)
 
-    def take(self, spec: RunSpec, job: JobSpec, num_jobs: int) -> None:
+    def take(self, job: JobSpec, num_jobs: int) -> None:
         """Count jobs that were submitted; a limit counts each task of an array."""
-        key, _ = _limit(spec, job)
+        key, _ = _limit(job)
         if (slots := self._slots.get(key)) is not None:
             self._slots[key] = slots - num_jobs
 
@@ -142,10 +142,10 @@ class StudyRunner:
         code = 0
         before: Counter[str] = Counter()
         while not self._is_stopped:
-            found = run_statuses([point.folder for point in self._points])
-            counts = Counter(run.state for run in found.runs)
+            runs = run_statuses([point.folder for point in self._points]).runs
+            counts = Counter(run.state for run in runs)
             if self._record.is_cancelled or not (
-                self.waiting or any(run.is_active for run in found.runs)
+                self.waiting or any(run.is_active for run in runs)
             ):
                 break
             if counts != before:
@@ -184,8 +184,8 @@ class StudyRunner:
         spec = packs[0][0].spec
         try:
             job = pack_resources(packs[0])
-            scheduler_for(spec).check_submission(spec.cluster)
-            num_free = slots.num_free(spec, job)
+            scheduler_for(job.cluster).check_submission(job.cluster)
+            num_free = slots.num_free(job)
             fitting = packs[: int(min(num_free, len(packs)))]
             self._hold_back(packs[len(fitting) :])
             if not fitting:
@@ -203,15 +203,15 @@ class StudyRunner:
 
         Points that cannot be prepared are left out.
         """
-        spec = packs[0][0].spec
+        host_bytes = packs[0][0].spec.machine.host_bytes
         home = RunFolder(self._record.path)
-        scheduler = scheduler_for(spec)
-        check_limits(spec, job)
+        scheduler = scheduler_for(job.cluster)
+        check_limits(job, host_bytes)
         scheduler.check_here()
-        script = scheduler.script(spec, job, home)
+        script = scheduler.script(job, home)
         for note in scheduler.notes(script):
             report(note)
-        passed(site_checks(spec, job, script))
+        passed(site_checks(job, script, host_bytes))
         find = find_among([*_owners(point for pack in packs for point in pack)])
         ownership = Ownership(gone_verifier(find=find))
         ready: list[Pack] = []
@@ -294,11 +294,11 @@ class StudyRunner:
 
         Return the exit code.
         """
-        spec = packs[0][0].spec
-        scheduler = scheduler_for(spec)
-        clusters = scheduler.clusters(spec.cluster)
+        cluster = packs[0][0].spec.cluster
+        scheduler = scheduler_for(cluster)
+        clusters = scheduler.clusters(cluster)
         if isinstance(error, TryLaterError) and scheduler.num_queued(clusters=clusters) != 0:
-            slots.full.add(_scope(spec))
+            slots.full.add(_scope(cluster))
             self._hold_back(packs)
             return 0
         return max(self._report_refusal(point, error) for pack in packs for point in pack)
@@ -307,7 +307,7 @@ class StudyRunner:
         self.waiting += [point for pack in packs for point in pack]
 
     def _note_submitted(self, packs: Sequence[Pack], job: JobSpec, slots: QueueSlots) -> None:
-        slots.take(packs[0][0].spec, job, len(packs))
+        slots.take(job, len(packs))
         for point in (point for pack in packs for point in pack):
             self._submitted.append(point)
             self._report_start(point, f", job {point.folder.read_status().get('job_id')}")
@@ -335,16 +335,15 @@ def group_packs(packs: Sequence[Pack]) -> list[list[Pack]]:
     """
     groups: dict[str, list[Pack]] = {}
     for number, pack in enumerate(packs):
-        spec = pack[0].spec
         job = pack_resources(pack)
-        has_arrays = job.is_batch and scheduler_for(spec).has_arrays
-        is_alone = not has_arrays or not spec.cluster.array
-        groups.setdefault(str(number) if is_alone else repr((job, spec.runs_dir)), []).append(pack)
+        has_arrays = job.is_batch and scheduler_for(job.cluster).has_arrays
+        is_alone = not has_arrays or not job.cluster.array
+        groups.setdefault(str(number) if is_alone else repr(job), []).append(pack)
     parts = []
     for group in groups.values():
-        spec = group[0][0].spec
-        could_share = len(group) > 1 and is_on_site(spec.cluster)
-        size = scheduler_for(spec).max_array_tasks() if could_share else 1
+        cluster = group[0][0].spec.cluster
+        could_share = len(group) > 1 and is_on_site(cluster)
+        size = scheduler_for(cluster).max_array_tasks() if could_share else 1
         parts += [group[at : at + size] for at in range(0, len(group), size)]
     return parts
 
@@ -394,7 +393,7 @@ def submit_packs(
     """
     works = [BatchJob(tuple(str(point.folder.path) for point in pack)) for pack in packs]
     part = ownership.part([point.folder for pack in packs for point in pack])
-    submit_owned(packs[0][0].spec, job, part, works, home=home)
+    submit_owned(job, part, works, home=home)
 
 
 def _owners(points: Iterable[Point]) -> Iterator[str]:
@@ -436,20 +435,20 @@ def _fits(pack: Sequence[Point], point: Point) -> bool:
     if len(pack) >= point.spec.cluster.runs_per_job:
         return False
     try:
-        check_limits(point.spec, pack_resources([*pack, point]))
+        check_limits(pack_resources([*pack, point]), point.spec.machine.host_bytes)
     except ConfigError:
         return False
     return True
 
 
-def _limit(spec: RunSpec, job: JobSpec) -> tuple[Scope, int | None]:
+def _limit(job: JobSpec) -> tuple[Scope, int | None]:
     """Return the cluster, partition and qos of the preset's limit for a job, and the limit."""
-    limit = queue_limit(spec.cluster, job.allocated_nodes)
+    limit = queue_limit(job.cluster, job.allocated_nodes)
     if limit is None:
-        return (spec.cluster.name, None, None), None
-    return (spec.cluster.name, limit.partition, limit.qos), limit.queued_jobs
+        return (job.cluster.name, None, None), None
+    return (job.cluster.name, limit.partition, limit.qos), limit.queued_jobs
 
 
-def _scope(spec: RunSpec) -> Scope:
-    qos = spec.cluster.sbatch.get("qos")
-    return spec.cluster.full_account, spec.cluster.partition, None if qos is None else str(qos)
+def _scope(cluster: ClusterConfig) -> Scope:
+    qos = cluster.sbatch.get("qos")
+    return cluster.full_account, cluster.partition, None if qos is None else str(qos)

@@ -36,8 +36,7 @@ def with_cluster(spec: Any, **more: Any) -> Any:
 
 def script_of(spec: RunSpec, **job: Any) -> str:
     """Return the batch script of a run."""
-    system = scheduler_for(spec)
-    return system.script(spec, replace(job_spec(spec), **job), RunFolder.of(spec))
+    return scheduler_for(spec.cluster).script(replace(job_spec(spec), **job), RunFolder.of(spec))
 
 
 def refused(match: str, error: type[GemsError] = ConfigError) -> Any:

@@ -29,7 +29,7 @@ from tests.helpers.job_helpers import ROOT, Called, Capture, MonkeyPatch, Prepar
 @pytest.fixture(autouse=True)
 def _nothing_is_probed(monkeypatch: MonkeyPatch) -> None:
     """Let launches start no probe of MPI before the ranks, which `test_probe.py` tests."""
-    monkeypatch.setattr(launch_module, "probe_in_job", lambda *words: None)
+    monkeypatch.setattr(launch_module.MpiProbe, "run_first", lambda *words: None)
 
 
 TINY_RANK = """

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from gems.cli.framework import main
-from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError, NodeFailedError, StalledError, TryLaterError
 from gems.runs.folder import RunFolder
 from gems.runs.owner import check_free, take
@@ -20,7 +19,7 @@ from jobs.launch.batch import claim, run_prepared
 from jobs.launch.launch import StopRequest
 from jobs.launch.own_job import hand_over, requeue_refusal
 from jobs.launch.submission import submit_chain
-from jobs.schedulers.slurm_client.sbatch import sbatch_script
+from jobs.schedulers.scheduler import SCHEDULERS
 from jobs.status.job_record import CHAIN_JSON, gone_verifier, read_chain
 from tests.helpers.fake_slurm import FakeSlurm
 from tests.helpers.job_helpers import (
@@ -124,15 +123,15 @@ def test_a_refused_job_makes_the_chain_shorter(
     after = []
 
     def submit(
-        spec: RunSpec, job: JobSpec, folder: RunFolder, works: Sequence[Work], token: str
+        self: object, job: JobSpec, folder: RunFolder, works: Sequence[Work], token: str
     ) -> str:
         after.append(job.after)
         if len(after) == 3:
             raise ConfigError("cluster", "mini", "sbatch refuses the job")
         return str(41 + len(after))
 
-    monkeypatch.setattr("jobs.schedulers.slurm_client.sbatch.submit_job", submit)
-    assert submit_chain(spec, job_spec(spec), RunFolder(tmp_path), "41", 5) == ["41", "42", "43"]
+    monkeypatch.setattr("jobs.schedulers.slurm.Slurm.submit", submit)
+    assert submit_chain(job_spec(spec), RunFolder(tmp_path), "41", 5) == ["41", "42", "43"]
     assert read_chain(RunFolder(tmp_path)) == ["41", "42", "43"] and after == ["41", "42", "43"]
     assert (
         "the chain has 3 of 5 jobs: cluster=mini: sbatch refuses the job" in capfd.readouterr().err
@@ -186,7 +185,9 @@ def test_a_dependency_joins_that_of_the_user(resolved: Resolved, tmp_path: Path)
         (("+cluster.sbatch.dependency=singleton",), "singleton,afterany:41"),
     ):
         spec = resolved("cluster=mini", *words)
-        script = sbatch_script(spec, replace(job_spec(spec), after="41"), RunFolder(tmp_path))
+        script = SCHEDULERS["slurm"].script(
+            replace(job_spec(spec), after="41"), RunFolder(tmp_path)
+        )
         assert f"#SBATCH --dependency={expected}\n" in script
 
 

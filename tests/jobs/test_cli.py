@@ -134,7 +134,7 @@ def test_a_login_node_loads_nothing_heavy(work: str) -> None:
     program = f"""
 import runpy, sys
 import jobs.launch.batch, jobs.cli.cancel, jobs.launch.launch, jobs.cli.logs, \
-jobs.schedulers.slurm_client.sbatch, jobs.cli.status, jobs.cli.submit
+jobs.schedulers.slurm, jobs.cli.status, jobs.cli.submit
 sys.argv = ["jobs", *{words!r}]
 try:
     runpy.run_module("jobs", run_name="__main__")

@@ -25,7 +25,6 @@ from jobs.preflight.checks import site_checks
 from jobs.schedulers.scheduler import SCHEDULERS, find_submitted
 from jobs.schedulers.slurm_client import environment
 from jobs.schedulers.slurm_client.jobs import SACCT, SQUEUE, list_jobs, query_jobs
-from jobs.schedulers.slurm_client.sbatch import read_id, sbatch_script
 from jobs.schedulers.slurm_client.site import query_accounts
 from jobs.status.cancellation import cancel_all
 from jobs.status.lookup import Catalogue
@@ -85,11 +84,11 @@ def test_the_checks_of_a_second_cluster_ask_it(slurm: FakeSlurm, make: Resolved)
     spec = make(clusters="serial")
     cluster = replace(spec.cluster, partition="serial", limits=[QueueLimit(queued_jobs=1)])
     spec = replace(spec, cluster=cluster)
-    checks = {check.name: check for check in site_checks(spec, job_spec(spec), "")}
+    checks = {check.name: check for check in site_checks(job_spec(spec), "", None)}
     assert checks["limits"].ok and checks["partition"].ok, checks
     assert "serial: 4 of 4 nodes up" in checks["partition"].said
     elsewhere = replace(spec, cluster=replace(cluster, sbatch={}))
-    checks = {check.name: check for check in site_checks(elsewhere, job_spec(elsewhere), "")}
+    checks = {check.name: check for check in site_checks(job_spec(elsewhere), "", None)}
     assert "1 jobs are queued" in checks["limits"].said
 
 
@@ -115,8 +114,8 @@ def test_a_job_of_a_second_cluster_is_known_by_it(queue: FakeSlurm, make: Resolv
     assert cancel_all(Catalogue((folder,), ()), as_json=False) == 0
     assert queue.jobs("CANCELLED") == ["41"]
     with refused("is a job of the default cluster, and this one is of cluster serial"):
-        sbatch_script(spec, replace(job_spec(spec), after="40"), folder)
-    script = sbatch_script(spec, replace(job_spec(spec), after="41@serial"), folder)
+        SCHEDULERS["slurm"].script(replace(job_spec(spec), after="40"), folder)
+    script = SCHEDULERS["slurm"].script(replace(job_spec(spec), after="41@serial"), folder)
     assert "#SBATCH --dependency=afterany:41\n" in script
 
 
@@ -175,7 +174,7 @@ def test_a_job_takes_the_cluster_that_its_submission_recorded(
     ],
 )
 def test_the_number_in_what_sbatch_prints(chosen: str, said: str, job_id: str | None) -> None:
-    assert read_id(chosen, said) == job_id
+    assert SCHEDULERS["slurm"].read_id(said, chosen) == job_id
 
 
 def test_of_two_numbers_squeue_knows_the_jobs(queue: FakeSlurm, make: Resolved) -> None:

@@ -16,9 +16,9 @@ from gems.config.overrides import options_of
 from gems.config.schema import RunSpec
 from gems.runs.folder import RunFolder
 from jobs.batch.launchers import command
+from jobs.batch.preset_limits import check_limits
 from jobs.batch.resources import job_spec
 from jobs.schedulers.scheduler import SCHEDULERS
-from jobs.schedulers.slurm_client.limits import check_limits
 from tests.helpers.job_helpers import ROOT, MonkeyPatch, Resolved
 
 GOLDEN = ROOT / "tests" / "golden"
@@ -31,8 +31,8 @@ def shown(spec: RunSpec) -> str:
     """Return what `jobs submit --dry-run` shows of a run, with this machine's paths by name."""
     job = job_spec(spec)
     folder = RunFolder.of(spec)
-    check_limits(spec, job)
-    script = SCHEDULERS[spec.cluster.scheduler].script(spec, job, folder)
+    check_limits(job, spec.machine.host_bytes)
+    script = SCHEDULERS[spec.cluster.scheduler].script(job, folder)
     text = (
         f"{script}\n# {job.summary()}\n# the script runs:\n# {shlex.join(command(job, folder))}\n"
     )

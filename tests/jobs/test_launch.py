@@ -293,7 +293,7 @@ def test_a_cancelled_job_is_cancelled_whatever_ends_first(
 
     monkeypatch.setattr(launch_module, "run_ranks", sweep)
     if first == "probe":
-        monkeypatch.setattr(launch_module, "probe_in_job", lambda *words: stopped)
+        monkeypatch.setattr(launch_module.MpiProbe, "run_first", lambda *words: stopped)
     elif first == "sweep":
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     folder.cancelled_json.write_text("{}")
@@ -314,8 +314,8 @@ def test_a_restarted_job_sweeps_every_node_and_a_job_probes_first(
 
     monkeypatch.setattr(launch_module, "run_ranks", note)
     monkeypatch.setattr(
-        launch_module,
-        "probe_in_job",
+        launch_module.MpiProbe,
+        "run_first",
         lambda *words: started.append(["gems.engine.transport.probe"]),
     )
     monkeypatch.setenv("SLURM_JOB_ID", "7")

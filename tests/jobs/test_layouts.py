@@ -11,11 +11,11 @@ import pytest
 from gems.config.compose import compose
 from gems.config.resolve import run_id
 from gems.errors import ConfigError
-from gems.runs.folder import RunFolder, describe_layout
+from gems.runs.folder import RunFolder
+from jobs.batch.preset_limits import check_limits
 from jobs.batch.resources import job_spec
 from jobs.preflight.layouts import check_layouts, plan_of_start, smaller_plan
-from jobs.schedulers.slurm_client.limits import check_limits
-from jobs.schedulers.slurm_client.sbatch import sbatch_script
+from jobs.schedulers.scheduler import SCHEDULERS
 from tests.helpers.fake_slurm import FakeSlurm
 from tests.helpers.job_helpers import MonkeyPatch, Resolved, refused
 
@@ -120,27 +120,25 @@ def test_the_allocation_has_spare_nodes_and_cpus_for_the_densest_layout(resolved
         *FOUR, TWO_CPUS, "cluster.elastic=[4,2]", "cluster.spare_nodes=1", "cluster.gpus_per_node=1"
     )
     job = job_spec(spec)
-    script = sbatch_script(spec, job, RunFolder(Path("/runs/my-run")))
+    script = SCHEDULERS["slurm"].script(job, RunFolder(Path("/runs/my-run")))
     for line in ("--nodes=5", "--ntasks-per-node=1", "--no-kill"):  # one GPU a rank
         assert f"#SBATCH {line}\n" in script
     assert (job.nodes, job.gpus, job.gpu_hours) == (4, 5, 5 * job.minutes / 60)
     assert "nodes 4 and 1 spare" in job.summary()
     without = resolved(*FOUR, TWO_CPUS, "cluster.elastic=[4,2]")
-    dense = sbatch_script(without, job_spec(without), RunFolder(Path("/runs/my-run")))
+    dense = SCHEDULERS["slurm"].script(job_spec(without), RunFolder(Path("/runs/my-run")))
     assert "#SBATCH --nodes=4\n" in dense and "#SBATCH --ntasks-per-node=2\n" in dense
-    plain = sbatch_script(
-        resolved(*FOUR), job_spec(resolved(*FOUR)), RunFolder(Path("/runs/my-run"))
-    )
+    plain = SCHEDULERS["slurm"].script(job_spec(resolved(*FOUR)), RunFolder(Path("/runs/my-run")))
     assert "--no-kill" not in plain
     assert run_id(spec) == run_id(resolved(*FOUR, TWO_CPUS, "cluster.gpus_per_node=1"))
 
 
 def test_limits_count_spare_nodes(resolved: Resolved) -> None:
     words = [*FOUR, "cluster.limits=[{max_nodes: 4, minutes: 60}]"]
-    check_limits(resolved(*words), job_spec(resolved(*words)))
+    check_limits(job_spec(resolved(*words)), None)
     spare = resolved(*words, "cluster.spare_nodes=1")
     with refused(r"^cluster.nodes=5: "):
-        check_limits(spare, job_spec(spare))
+        check_limits(job_spec(spare), None)
 
 
 def answer(slurm: FakeSlurm, hours: dict[int, float]) -> None:
@@ -172,7 +170,7 @@ def test_a_submission_takes_the_nodes_that_start_in_time(
     assert found[1] == "4 nodes have an estimated start in 30.0 h"
     answer(slurm, {1: 5})  # none in time: the first to start
     found = plan_of_start(spec, folder)
-    assert found is not None and describe_layout(found[0].spec) == "1 x 1 ranks on 1 node"
+    assert found is not None and found[0].spec.layout == "1 x 1 ranks on 1 node"
     assert found[1] == "4 nodes have no estimated start"
     answer(slurm, {4: 30, 2: 30, 1: 30.5})
     assert plan_of_start(spec, folder) is None  # no gain

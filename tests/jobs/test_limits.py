@@ -11,10 +11,10 @@ import pytest
 from gems.config.cluster import QueueLimit
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
+from jobs.batch.preset_limits import check_limits, check_queue, queue_limit
 from jobs.batch.resources import job_spec
 from jobs.schedulers.scheduler import SCHEDULERS
 from jobs.schedulers.slurm_client.jobs import num_queued
-from jobs.schedulers.slurm_client.limits import check_limits, check_queue, queue_limit
 from tests.helpers.fake_slurm import FakeSlurm
 from tests.helpers.job_helpers import MonkeyPatch, Resolved, refused, with_cluster
 
@@ -38,7 +38,7 @@ def on(resolved: Resolved) -> Resolved:
 
 
 def check(spec: RunSpec) -> None:
-    check_limits(spec, job_spec(spec))
+    check_limits(job_spec(spec), spec.machine.host_bytes)
 
 
 @pytest.mark.parametrize(
@@ -153,14 +153,14 @@ def test_what_a_site_wants_of_a_submission(on: Resolved, monkeypatch: MonkeyPatc
 def test_a_full_queue(on: Resolved, slurm: FakeSlurm) -> None:
     spec = on(sbatch={"qos": "debug"})
     slurm.says("squeue")
-    check_queue(spec, job_spec(spec))
+    check_queue(job_spec(spec), num_queued)
     words = f"--noheader --array --format=%i --user={os.getuid()} --qos=debug"
     assert slurm.asked() == [f"squeue {words}"]
     slurm.says("squeue", "17")
     with refused(
         r"^cluster=slurm: 1 jobs are queued, and at most 1 are allowed of .* in qos debug; wait"
     ):
-        check_queue(spec, job_spec(spec))
+        check_queue(job_spec(spec), num_queued)
 
 
 def test_jobs_of_all_partitions_count_beside_those_of_one(on: Resolved, slurm: FakeSlurm) -> None:
@@ -170,17 +170,17 @@ def test_jobs_of_all_partitions_count_beside_those_of_one(on: Resolved, slurm: F
     ]
     spec = on(limits=limits)
     slurm.says("squeue", "1", "2")
-    check_queue(spec, job_spec(spec))
+    check_queue(job_spec(spec), num_queued)
     slurm.says("squeue", "1", "2", "3")
     with refused(r"3 jobs are queued, and at most 3 are allowed of 1 or more nodes; wait"):
-        check_queue(spec, job_spec(spec))
+        check_queue(job_spec(spec), num_queued)
     with refused(r"^cluster\.nodes=3: cluster slurm allows jobs of 1-2 nodes"):
         queue_limit(spec.cluster, 3)
 
 
 def test_a_queue_without_a_limit_is_not_asked(on: Resolved, slurm: FakeSlurm) -> None:
     spec = on()
-    check_queue(spec, job_spec(spec))
+    check_queue(job_spec(spec), num_queued)
     assert slurm.asked() == []
 
 

@@ -73,7 +73,7 @@ def on(resolved: Resolved) -> Resolved:
 
 
 def check(spec: RunSpec) -> str:
-    return check_partitions(spec, job_spec(spec), query_partitions(spec.cluster.partition))
+    return check_partitions(job_spec(spec), query_partitions(spec.cluster.partition))
 
 
 def test_what_a_partition_has_is_read(site: FakeSlurm) -> None:
@@ -237,15 +237,15 @@ def test_accounts_of_a_user(slurm: FakeSlurm) -> None:
 def test_an_account_that_is_not_yours(on: Resolved, more: dict[str, Any], says: str) -> None:
     known = {"physics": ("normal",), "art": ()}
     with refused(says):
-        check_account(on(**more), Accounts(known, is_enforced=True))
-    check_account(on(**more), Accounts(known, is_enforced=False))
+        check_account(on(**more).cluster, Accounts(known, is_enforced=True))
+    check_account(on(**more).cluster, Accounts(known, is_enforced=False))
 
 
 def test_an_account_of_yours(on: Resolved) -> None:
     known = Accounts({"physics": ("normal",), "art": ()}, is_enforced=True)
     assert (
-        check_account(on(account="PHYSICS", sbatch={"qos": "normal"}), known)
+        check_account(on(account="PHYSICS", sbatch={"qos": "normal"}).cluster, known)
         == "PHYSICS, qos normal"
     )
-    assert check_account(on(account="art", sbatch={"qos": "any"}), known) == "art, qos any"
-    assert check_account(on(), known) == "your default account"
+    assert check_account(on(account="art", sbatch={"qos": "any"}).cluster, known) == "art, qos any"
+    assert check_account(on().cluster, known) == "your default account"

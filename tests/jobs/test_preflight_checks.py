@@ -21,12 +21,13 @@ from gems.config.schema import RunSpec
 from gems.errors import DoesNotFitError, TryLaterError
 from gems.plan.evaluate import evaluate, simulate
 from gems.runs.folder import RunFolder
+from jobs.batch.preset_limits import is_on_site
 from jobs.batch.resources import job_spec
 from jobs.cli.submit import submit
 from jobs.launch.submission import start_run
 from jobs.preflight.checks import check_free_space, check_host_memory, find_storage
 from jobs.preflight.cost import describe_cost, is_confirmed
-from jobs.schedulers.slurm_client.limits import describe_start, is_on_site, parse_estimate
+from jobs.schedulers.slurm_client.limits import describe_start, parse_estimate
 from tests.helpers.fake_slurm import FakeSlurm
 from tests.helpers.job_helpers import Capture, MonkeyPatch, Resolved, refused, with_cluster
 
@@ -239,9 +240,9 @@ def test_more_host_memory_than_a_node_has(on: Resolved) -> None:
     spec = on("memory=vdnn_all")
     peak = evaluate(spec).peak
     assert peak is not None and peak.host_bytes > 0
-    check_host_memory(with_cluster(spec, node_memory_bytes=peak.host_bytes), peak)
+    check_host_memory(peak.host_bytes, spec.memory, peak)
     with pytest.raises(DoesNotFitError, match=r"above cluster\.node_memory_bytes="):
-        check_host_memory(with_cluster(spec, node_memory_bytes=peak.host_bytes - 1), peak)
+        check_host_memory(peak.host_bytes - 1, spec.memory, peak)
 
 
 def test_steps_that_take_longer_than_the_minutes(
@@ -395,19 +396,19 @@ def test_no_question_below_the_limit(resolved: Resolved, on: Resolved) -> None:
 def test_a_folder_that_cannot_be_written(on: Resolved, tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
     with refused(r"^runs_dir=.*/runs: cannot write there \(Not a directory: .*/runs\)"):
-        find_storage(on())
+        find_storage(RunFolder.of(on()), on().runs_dir)
 
 
 def test_free_space(on: Resolved, tmp_path: Path) -> None:
     spec = on()
-    storage = find_storage(spec)
+    storage = find_storage(RunFolder.of(spec), spec.runs_dir)
     assert storage.path == tmp_path and storage.kind != "unknown"
-    check_free_space(spec, replace(storage, free_bytes=1 << 30), 1 << 30)
+    check_free_space(spec.runs_dir, replace(storage, free_bytes=1 << 30), 1 << 30)
     for poor in (replace(storage, free_bytes=1 << 20), replace(storage, files=3)):
         with refused(r"^runs_dir="):
-            check_free_space(spec, poor)
+            check_free_space(spec.runs_dir, poor)
     with refused(r"1.00 GiB are free there, and the run writes 2.00 GiB"):
-        check_free_space(spec, replace(storage, free_bytes=1 << 30), 2 << 30)
+        check_free_space(spec.runs_dir, replace(storage, free_bytes=1 << 30), 2 << 30)
     kinds = ("tmpfs", "nfs4", "lustre", "fuse.beegfs", "ext4")
     assert [replace(storage, kind=kind).is_shared for kind in kinds] == [
         False,

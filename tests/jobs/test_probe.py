@@ -20,16 +20,7 @@ from gems.utils.atomic_io import write_json
 from jobs.batch.resources import job_spec
 from jobs.cli.probe import probe, probe_table
 from jobs.probes import mpi as mpi_probe
-from jobs.probes.mpi import (
-    describe_probe,
-    keep_probe,
-    known_probe,
-    needs_probe,
-    probe_argv,
-    probe_in_job,
-    probe_json,
-    read_probe,
-)
+from jobs.probes.mpi import MpiProbe, describe_probe, probe_json
 from tests.helpers.fake_slurm import FakeSlurm
 from tests.helpers.job_helpers import Capture, MonkeyPatch, Resolved, refused
 
@@ -62,20 +53,29 @@ def on(resolved: Resolved, tmp_path: Path) -> Resolved:
     return make
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_probed() -> None:
+    """Let jobs probe, which those of other tests do not."""
+
+
+def probe_of(spec: RunSpec) -> MpiProbe:
+    return MpiProbe(job_spec(spec), spec.machine, spec.cache_dir)
+
+
 def keep(spec: RunSpec, age: timedelta = timedelta(), **more: Any) -> None:
     found = {**FOUND, "utc": (datetime.now(UTC) - age).isoformat(timespec="seconds"), **more}
-    keep_probe(spec, job_spec(spec), found)
+    probe_of(spec).keep(found)
 
 
 def is_known(spec: RunSpec) -> bool:
-    return known_probe(spec, job_spec(spec)) is not None
+    return probe_of(spec).known() is not None
 
 
 def test_an_answer_counts_for_thirty_days(on: Resolved) -> None:
     spec = on()
-    assert not is_known(spec) and needs_probe(spec, job_spec(spec))
+    assert not is_known(spec) and probe_of(spec).is_needed
     keep(spec, timedelta(days=29))
-    assert is_known(spec) and not needs_probe(spec, job_spec(spec))
+    assert is_known(spec) and not probe_of(spec).is_needed
     keep(spec, timedelta(days=31))
     assert not is_known(spec)
     keep(spec, utc="yesterday")
@@ -131,13 +131,13 @@ def test_an_answer_of_one_node_says_nothing_of_two(on: Resolved) -> None:
 def test_runs_that_need_none(resolved: Resolved) -> None:
     for overrides in (["cluster=local"], ["cluster=slurm", "machine=simulated"]):
         spec = resolved(*overrides)
-        assert not needs_probe(spec, job_spec(spec))
+        assert not probe_of(spec).is_needed
 
 
 def test_two_ranks_start_as_all_would(on: Resolved, tmp_path: Path) -> None:
     spec = on(gpus_per_node=2, device_order=[1, 0], python="py", srun=["--network=x"])
     folder = RunFolder(tmp_path)
-    argv = probe_argv(spec, job_spec(spec), folder)
+    argv = probe_of(spec).argv(folder)
     assert argv[:5] == [
         "srun",
         "--nodes=2",
@@ -155,13 +155,9 @@ def test_two_ranks_start_as_all_would(on: Resolved, tmp_path: Path) -> None:
         "1,0",
     ]
     one = on(nodes=1, ranks_per_node=4)
-    assert probe_argv(one, job_spec(one), folder)[1:4] == [
-        "--nodes=1",
-        "--ntasks=2",
-        "--ntasks-per-node=2",
-    ]
+    assert probe_of(one).argv(folder)[1:4] == ["--nodes=1", "--ntasks=2", "--ntasks-per-node=2"]
     site = on(launcher="ibrun", python="py")
-    assert probe_argv(site, job_spec(site), folder)[:4] == ["ibrun", "-n", "2", "py"]
+    assert probe_of(site).argv(folder)[:4] == ["ibrun", "-n", "2", "py"]
 
 
 def ended(*tail: str, code: int = 1, timed_out: bool = False) -> Ended:
@@ -236,14 +232,15 @@ def test_what_a_failed_probe_says(
     error: type[GemsError],
     says: str,
 ) -> None:
-    result = tmp_path / "probe.json"
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
     if left is not None:
         write_json(
-            result,
+            probe_json(folder),
             {key: value for key, value in left.items() if value is not None or key != "wall_s"},
         )
     with pytest.raises(error, match=says):
-        read_probe(on(), how, result)
+        probe_of(on()).read(how, folder)
 
 
 def test_what_was_found_in_one_line() -> None:
@@ -283,7 +280,7 @@ def test_a_job_probes_once(slurm: FakeSlurm, on: Resolved, tmp_path: Path, capsy
     slurm.does("srun", SRUN.format(found=found, code=0))
     environment = {"PATH": str(slurm.here)}
     for _ in range(2):
-        probe_in_job(spec, job_spec(spec), folder, environment)
+        probe_of(spec).run_first(folder, environment)
     assert len(slurm.asked()) == 1
     assert capsys.readouterr().err == f"jobs: probe: {describe_probe(FOUND)}\n"
     assert is_known(spec) and json.loads(probe_json(folder).read_text())["mpi"] == FOUND["mpi"]
@@ -296,7 +293,7 @@ def test_a_failed_probe_is_not_kept(slurm: FakeSlurm, on: Resolved, tmp_path: Pa
     slurm.does("srun", "echo no PMI here; exit 1")
     for _ in range(2):
         with pytest.raises(RankFailedError, match="no PMI here"):
-            probe_in_job(spec, job_spec(spec), folder, {"PATH": str(slurm.here)})
+            probe_of(spec).run_first(folder, {"PATH": str(slurm.here)})
     assert len(slurm.asked()) == 2 and not is_known(spec)
 
 
@@ -307,7 +304,7 @@ def test_a_probe_that_is_stopped_is_no_failure_and_not_kept(
     folder = RunFolder(tmp_path / "run")
     stopped = Ended(-15, (), stopped_by="SIGTERM")
     monkeypatch.setattr(mpi_probe, "run_ranks", lambda *words, **more: stopped)
-    assert probe_in_job(spec, job_spec(spec), folder, {}) is stopped
+    assert probe_of(spec).run_first(folder, {}) is stopped
     assert not is_known(spec)
 
 

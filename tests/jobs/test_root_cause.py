@@ -13,7 +13,7 @@ from gems.launch.local_launcher import Ended
 from gems.runs.folder import RunFolder
 from gems.runs.heartbeat import Heartbeat
 from jobs.diagnosis.launcher_output import LauncherOutput
-from jobs.diagnosis.root_cause import find_failure
+from jobs.diagnosis.root_cause import Failure, RankEvidence
 
 WriteFailed = Callable[..., None]
 
@@ -40,6 +40,10 @@ def heard(*lines: str) -> LauncherOutput:
 
 def ended(returncode: int = 1, *tail: str, stopped_by: str | None = None) -> Ended:
     return Ended(returncode, tail, stopped_by=stopped_by)
+
+
+def find_failure(folder: RunFolder, output: LauncherOutput, ended: Ended) -> Failure:
+    return RankEvidence(folder, output, ended).failure
 
 
 def test_earliest_cause_goes_first(folder: RunFolder, write_failed: WriteFailed) -> None:

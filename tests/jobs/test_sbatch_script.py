@@ -21,7 +21,8 @@ from gems.runs.prepare import prepare
 from gems.utils.run_module import RUN_MODULE
 from jobs.batch.resources import job_spec
 from jobs.cli.submit import submit
-from jobs.schedulers.slurm_client.sbatch import SBATCH_OPTIONS, sbatch_script
+from jobs.schedulers.scheduler import SCHEDULERS
+from jobs.schedulers.slurm import SBATCH_OPTIONS
 from tests.helpers.fake_slurm import FakeSlurm
 from tests.helpers.job_helpers import Capture, MonkeyPatch, Resolved, Tiny, refused, script_of
 
@@ -84,8 +85,8 @@ def test_the_batch_process_is_told_before_the_end(on: Resolved) -> None:
     ]  # it would come when the run has hardly begun
     assert ends(signal_before_end_s=0, max_requeues=0) == []
     short = on(minutes=3, signal_before_end_s=120)
-    script = sbatch_script(
-        short, replace(job_spec(short), minutes=6), RunFolder.of(short)
+    script = SCHEDULERS["slurm"].script(
+        replace(job_spec(short), minutes=6), RunFolder.of(short)
     )  # of several runs
     assert "#SBATCH --signal=B:USR2@120\n" in script
     assert ends(sbatch={"signal": "B:TERM@60", "no_requeue": True}) == [

@@ -266,7 +266,7 @@ def test_a_chain_waits_for_the_job_before(fake: FakeScheduler, make: Resolved, s
     spec = make()
     fake.hold()
     start_run(spec, assume_yes=True)
-    chain = submit_chain(spec, job_spec(spec), RunFolder.of(spec), FIRST[system], 2)
+    chain = submit_chain(job_spec(spec), RunFolder.of(spec), FIRST[system], 2)
     assert chain == [FIRST[system], SECOND[system]]
     assert fake.jobs()[SECOND[system]]["after"] == FIRST[system]
 
@@ -287,7 +287,7 @@ def test_the_site_is_not_asked(make: Resolved, system: str) -> None:
     spec = make()
     job = job_spec(spec)
     folder = RunFolder.of(spec)
-    script = SCHEDULERS[system].script(spec, job, folder)
+    script = SCHEDULERS[system].script(job, folder)
 
     def no_plan() -> Any:
         raise ConfigError("plan", "none", "is not wanted")
@@ -506,9 +506,7 @@ class TestPbs:
         ]
 
     def test_the_script_asks_to_save_before_the_end(self, make: Resolved) -> None:
-        text = SCHEDULERS["pbs"].script(
-            make(minutes=60), job_spec(make(minutes=60)), RunFolder.of(make())
-        )
+        text = script_of(make(minutes=60))
         assert "{ sleep 3480 && kill -USR2 $$; }" in text
         short = make(minutes=3)
         assert "sleep" not in script_of(short)
@@ -572,13 +570,13 @@ class TestPbs:
         text = "\n".join(
             ["Job Id: 41.server", *(f"    {name} = {value}" for name, value in facts.items()), ""]
         )
-        found = pbs_module._found("41.server", pbs_module._rows(text)["41"])
+        found = pbs_module._parse_job("41.server", pbs_module._rows(text)["41"])
         assert ((found.state, found.reason), found.token) == (expected, "abc")
         assert found.is_active == (row["job_state"] != "F")
 
     def test_a_job_without_a_state_is_no_answer(self) -> None:
         with pytest.raises(SchedulerError, match=r"printed job 41\.server without a state"):
-            pbs_module._found("41.server", {})
+            pbs_module._parse_job("41.server", {})
 
     def test_qstat_must_tell_of_each_job(self, fake: FakeScheduler, make: Resolved) -> None:
         """Some releases print the first alone of the jobs that they are asked for."""

@@ -24,7 +24,7 @@ from gems.utils.run_module import RUN_MODULE
 from jobs.batch.launchers import command, module_on_each_node
 from jobs.batch.resources import job_spec
 from jobs.launch.launch import SWEEP
-from jobs.schedulers.slurm_client.sbatch import sbatch_script
+from jobs.schedulers.scheduler import SCHEDULERS
 from tests.helpers.job_helpers import ROOT, MonkeyPatch, Resolved, script_of, with_cluster
 from tests.helpers.processes import python
 
@@ -192,7 +192,7 @@ def written(spec: RunSpec) -> tuple[str, list[str]]:
     check_cluster(spec.cluster)
     job = job_spec(spec)
     folder = RunFolder.of(spec)
-    script = sbatch_script(spec, job, folder)
+    script = SCHEDULERS["slurm"].script(job, folder)
     module_on_each_node(job, folder, SWEEP)
     return script, command(job, folder)
 

@@ -371,7 +371,7 @@ def queued(monkeypatch: MonkeyPatch, slurm: FakeSlurm) -> list[str]:
     submitted: list[str] = []
     slurm.does("squeue", f"/bin/cat {slurm.here}/queue 2>/dev/null; exit 0")
 
-    def take(spec: RunSpec, job: JobSpec, folder: RunFolder, works: object, token: str) -> str:
+    def take(self: object, job: JobSpec, folder: RunFolder, works: object, token: str) -> str:
         submitted.append(folder.path.name)
         number = str(40 + len(submitted))
         with (slurm.here / "queue").open("a") as queue:
@@ -379,7 +379,7 @@ def queued(monkeypatch: MonkeyPatch, slurm: FakeSlurm) -> list[str]:
         return number
 
     slurm.says("sbatch")
-    monkeypatch.setattr("jobs.schedulers.slurm_client.sbatch.submit_job", take)
+    monkeypatch.setattr("jobs.schedulers.slurm.Slurm.submit", take)
     return submitted
 
 
@@ -490,12 +490,12 @@ def test_what_sbatch_refuses_for_now_waits_and_what_it_refuses_for_good_is_said(
 ) -> None:
     asked: list[str] = []
 
-    def refuse(spec: RunSpec, job: JobSpec, folder: RunFolder, works: object, token: str) -> str:
+    def refuse(self: object, job: JobSpec, folder: RunFolder, works: object, token: str) -> str:
         asked.append(folder.path.name)
         raise sbatch_refusal("mini", refusal)
 
     (slurm.here / "queue").write_text(f"{others}\n" if others else "")
-    monkeypatch.setattr("jobs.schedulers.slurm_client.sbatch.submit_job", refuse)
+    monkeypatch.setattr("jobs.schedulers.slurm.Slurm.submit", refuse)
     assert study("cluster=mini", points=WORDS[:2]) == code
     out, err = capfd.readouterr()
     assert [line.split()[1] for line in out.splitlines()[1:]].count("waiting") == waiting

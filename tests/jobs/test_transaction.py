@@ -16,14 +16,15 @@ import pytest
 
 from gems.config.schema import RunSpec
 from gems.errors import TryLaterError
+from gems.plan.evaluate import evaluate
 from gems.runs.folder import RunFolder
 from gems.runs.owner import check_free, read_owner
 from gems.runs.prepare import prepare
+from jobs.batch.job import UnclearSubmissionError
 from jobs.batch.resources import job_spec
 from jobs.launch.batch import BatchJob
 from jobs.launch.submission import start_run, submit_together
 from jobs.launch.transaction import SIGNALS, Ownership, SignalsWait, submit_owned
-from jobs.schedulers.slurm_client import sbatch
 from jobs.status.job_record import gone_verifier
 from jobs.status.run_status import run_statuses
 from tests.helpers.fake_slurm import FakeSlurm
@@ -161,7 +162,7 @@ def test_where_nobody_can_tell_nothing_is_submitted_again(
     listing = (queue.here / "squeue").read_text()
     queue.says("squeue", error="Socket timed out on send/recv operation\n", code=1)
     with pytest.raises(
-        sbatch.UnclearSubmissionError, match="cannot determine whether SLURM accepted the job"
+        UnclearSubmissionError, match="cannot determine whether SLURM accepted the job"
     ):
         start_run(make(), assume_yes=True)
     assert folder.read_status()["state"] == "submitting"
@@ -177,7 +178,7 @@ def test_where_nobody_can_tell_nothing_is_submitted_again(
 
 def test_a_pack_is_recorded_together(queue: FakeSlurm, make: Resolved) -> None:
     specs = [make("a"), make("b")]
-    job_id = submit_together(specs, job_spec(specs[0]), [None, None])
+    job_id = submit_together([*map(evaluate, specs)], job_spec(specs[0]))
     for spec in specs:
         owner = read_owner(RunFolder.of(spec))
         assert (
@@ -190,7 +191,7 @@ def test_of_a_pack_with_a_folder_in_use_nothing_is_kept(queue: FakeSlurm, make: 
     specs = [make("a"), make("b")]
     start_run(specs[1], assume_yes=True)
     with refused("belongs to job 41", TryLaterError):
-        submit_together(specs, job_spec(specs[0]), [None, None])
+        submit_together([*map(evaluate, specs)], job_spec(specs[0]))
     owner = read_owner(RunFolder.of(specs[0]))
     assert owner is not None and owner.is_released
     assert queue.jobs() == ["41"]
@@ -201,7 +202,7 @@ def submit_array(specs: list[RunSpec], home: Path) -> list[str]:
     with Ownership(gone_verifier()) as ownership:
         folders = [prepare(spec, own=ownership.take) for spec in specs]
         works = [BatchJob((str(folder.path),)) for folder in folders]
-        return submit_owned(specs[0], job_spec(specs[0]), ownership, works, home=RunFolder(home))
+        return submit_owned(job_spec(specs[0]), ownership, works, home=RunFolder(home))
 
 
 def test_an_array_is_recorded_by_its_tasks(

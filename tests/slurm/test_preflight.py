@@ -27,11 +27,12 @@ IN_A_JOB = """
 import os, sys, pathlib
 from gems.launch.local_launcher import rank_environment
 from gems.runs.folder import RunFolder
-from jobs.probes.mpi import probe_in_job
+from jobs.probes.mpi import MpiProbe
 from jobs.batch.resources import job_spec
 folder = RunFolder(pathlib.Path(sys.argv[1]))
 spec = folder.read_spec()
-probe_in_job(spec, job_spec(spec), folder, rank_environment(1, keep_slurm=True) | {"PYTHONPATH": os.getcwd()})
+probe = MpiProbe(job_spec(spec), spec.machine, spec.cache_dir)
+probe.run_first(folder, rank_environment(1, keep_slurm=True) | {"PYTHONPATH": os.getcwd()})
 """
 
 

@@ -4,6 +4,7 @@
 @DIRECTIVES@
 
 # setup
+@TASK@
 @SETUP@
 
 # command

@@ -1,7 +1,4 @@
-"""Check a job against a site's limits before anything is queued.
-
-The limits come from the preset, and from what the site's SLURM answers now.
-"""
+"""Check a job against what the site's SLURM answers now, before anything is queued."""
 
 from __future__ import annotations
 
@@ -10,20 +7,27 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
-from fnmatch import fnmatchcase
+from functools import cache, partial
 
-from gems.config.cluster import QueueLimit, num_bound
-from gems.config.cluster_presets import host_names
-from gems.config.schema import ClusterConfig, RunSpec
+from gems.config.schema import ClusterConfig
 from gems.errors import ConfigError, TryLaterError, nearest
-from gems.runs.owner import own_job_id
-from jobs.batch.command import CommandResult, SchedulerRefusedError, run_command
+from jobs.batch.command import (
+    CommandResult,
+    SchedulerRefusedError,
+    SchedulerUnavailableError,
+    run_command,
+)
 from jobs.batch.resources import JobSpec
+from jobs.schedulers.scheduler import Outcome
 from jobs.schedulers.slurm_client.environment import submission_environment
-from jobs.schedulers.slurm_client.jobs import num_queued
-from jobs.schedulers.slurm_client.site import UP, Accounts, Partition
+from jobs.schedulers.slurm_client.site import (
+    UP,
+    Accounts,
+    Partition,
+    query_accounts,
+    query_partitions,
+)
 
-IF_CHANGED = "if the site has changed it, set cluster.limits=[]"
 OTHER = "or choose another cluster.partition"
 TEST_LIMIT_S = 60.0
 ESTIMATE = re.compile(
@@ -41,123 +45,35 @@ NAMED_LIMIT = re.compile(r"\b(?:QOS|Assoc|Partition)[A-Z]\w*")
 NOT_NOW = re.compile(
     r"node configuration is not available|[Nn]odes? .*not available|nodes are busy|DOWN, DRAINED"
 )
-# counts the jobs of this user in a partition and a qos
-NumQueued = Callable[[str | None, str | None], int | None]
 CLOSED = ("DRAIN", "INACTIVE")  # states of partitions that take no jobs
 
 
-def check_limits(spec: RunSpec, job: JobSpec) -> None:
-    """Raise ConfigError if a job exceeds a limit of its preset.
+def site_checks(job: JobSpec, script: str, clusters: str) -> dict[str, Callable[[], Outcome]]:
+    """Return the checks of whether this SLURM takes a job, by name."""
+    cluster = job.cluster
+    partitions = cache(partial(query_partitions, cluster.partition, clusters))
 
-    The limits are a node's CPUs and memory, and the job's size and time.
-    """
-    if not job.is_batch:
-        return
-    cluster = spec.cluster
-    cpus = job.cpus_per_node
-    usable = cluster.usable_cpus_per_node
-    if usable is not None and cpus > usable:
-        text = (
-            f"times {job.tasks_per_node} ranks a node is {cpus}, and jobs may use {usable} CPUs of"
-            " a node"
-        )
-        fitting = (
-            f"at most {usable // job.tasks_per_node}, or " if usable >= job.tasks_per_node else ""
-        )
-        advice = f"use {fitting}fewer cluster.ranks_per_node"
-        raise ConfigError("cluster.cpus_per_rank", job.cpus_per_task, text, advice)
-    host = spec.machine.host_bytes
-    memory = cluster.node_memory_bytes
-    if host is not None and memory is not None and host > memory:
-        text = f"must be at most cluster.node_memory_bytes={memory}, the memory of a node"
-        raise ConfigError("machine.host_bytes", host, text)
-    places = num_bound(cluster.cpu_bind)
-    if places is not None and places < job.tasks_per_node:
-        text = f"names {places} places for {job.tasks_per_node} ranks of a node"
-        raise ConfigError(
-            "cluster.cpu_bind", cluster.cpu_bind, text, "name one for each: ranks would share CPUs"
-        )
-    nodes = job.allocated_nodes
-    limit = queue_limit(cluster, nodes)
-    if limit is None:
-        return
-    hours = nodes * job.minutes / 60
-    text = ""
-    if limit.minutes is not None and job.minutes > limit.minutes:
-        most = f"at most {limit.minutes} minutes for jobs of {_scope(limit)}"
-        text = f"cluster {cluster.name} allows {most}"
-    elif limit.node_hours is not None and hours > limit.node_hours:
-        most = f"{_scope(limit)} take at most {limit.node_hours:g}"
-        text = f"times {nodes} nodes is {hours:g} node-hours, and {most}"
-    if text:
-        raise ConfigError("cluster.minutes", job.minutes, text, f"ask for less; {IF_CHANGED}")
+    def check_partition() -> Outcome:
+        text = check_partitions(job, partitions())
+        short_of = shortage(job, partitions())
+        if short_of is None:
+            return text
+        return False, f"{text}; the job would wait in the queue: {short_of}"
+
+    def check_sbatch() -> Outcome:
+        short_of = None
+        with contextlib.suppress(ConfigError, SchedulerUnavailableError):
+            short_of = shortage(job, partitions())
+        return check_script(cluster.name, script, short_of)
+
+    return {
+        "partition": check_partition,
+        "account": lambda: check_account(cluster, query_accounts()),
+        "sbatch": check_sbatch,
+    }
 
 
-def is_on_site(cluster: ClusterConfig) -> bool:
-    """Return whether this machine's batch system is the one of the preset.
-
-    A preset that names no hosts matches any machine, and so does every preset inside a job.
-    """
-    patterns = [pattern.lower() for pattern in cluster.hosts]
-    is_named = any(fnmatchcase(name, pattern) for name in host_names() for pattern in patterns)
-    return not patterns or is_named or own_job_id() is not None
-
-
-def check_queue(spec: RunSpec, job: JobSpec, num_queued: NumQueued = num_queued) -> None:
-    """Raise TryLaterError if this user already has as many queued jobs as the preset allows.
-
-    If the queue does not answer, nothing is raised.
-    """
-    limits = [
-        queue_limit(spec.cluster, job.allocated_nodes),
-        *(row for row in _rows(spec.cluster) if not row.is_of_size),
-    ]
-    for limit in limits:
-        if limit is None or limit.queued_jobs is None:
-            continue
-        queued = num_queued(limit.partition, limit.qos)
-        if queued is None or queued < limit.queued_jobs:
-            continue
-        text = (
-            f"{queued} jobs are queued, and at most {limit.queued_jobs} are allowed of"
-            f" {_scope(limit)}"
-        )
-        raise TryLaterError(
-            "cluster", spec.cluster.name, text, f"wait for one to end; {IF_CHANGED}"
-        )
-
-
-def _rows(cluster: ClusterConfig) -> list[QueueLimit]:
-    qos = cluster.sbatch.get("qos")
-    return [
-        row
-        for row in cluster.limits
-        if row.partition in (None, cluster.partition) and row.qos in (None, qos)
-    ]
-
-
-def queue_limit(cluster: ClusterConfig, nodes: int) -> QueueLimit | None:
-    """Return the preset's first limit for a job on so many nodes.
-
-    Return None if the preset has no limit for the partition and qos. Rows that only count queued
-    jobs apply to jobs of any size.
-
-    Raises:
-        ConfigError: the partition and qos have limits, but none allows so many nodes.
-    """
-    rows = _rows(cluster)
-    rows = [row for row in rows if row.is_of_size] or rows
-    for row in rows:
-        if row.min_nodes <= nodes and (row.max_nodes is None or nodes <= row.max_nodes):
-            return row
-    if not rows:
-        return None
-    text = f"cluster {cluster.name} allows jobs of " + " or ".join(map(_scope, rows))
-    advice = f"change the ranks, cluster.partition or cluster.sbatch.qos; {IF_CHANGED}"
-    raise ConfigError("cluster.nodes", nodes, text, advice)
-
-
-def check_partitions(spec: RunSpec, job: JobSpec, partitions: Sequence[Partition]) -> str:
+def check_partitions(job: JobSpec, partitions: Sequence[Partition]) -> str:
     """Check a job against the partitions that it may run in, and describe those that would take it.
 
     A quality of service may lift a partition's limits on minutes and nodes. If the job has one,
@@ -166,7 +82,7 @@ def check_partitions(spec: RunSpec, job: JobSpec, partitions: Sequence[Partition
     Raises:
         ConfigError: no partition would ever start the job; it has the reason of the first.
     """
-    refusals = [next(_refusals(spec, job, partition), None) for partition in partitions]
+    refusals = [next(_refusals(job, partition), None) for partition in partitions]
     usable = [
         partition
         for partition, refusal in zip(partitions, refusals, strict=True)
@@ -184,28 +100,27 @@ def shortage(job: JobSpec, partitions: Sequence[Partition]) -> str | None:
     because the others are drained, down or in maintenance.
     """
     reasons = []
-    for found in partitions:
-        states = sorted({kind.state for kind in found.kinds if kind.state not in UP})
-        num_up = found.count(job.cpus_per_node, job.requested_gpus, (*UP, ""))
-        if found.state == "DOWN":
-            reasons.append(f"partition {found.name} is down")
-        elif found.kinds and num_up < job.allocated_nodes:
+    for partition in partitions:
+        states = sorted({kind.state for kind in partition.kinds if kind.state not in UP})
+        num_up = partition.count(job.cpus_per_node, job.requested_gpus, (*UP, ""))
+        if partition.state == "DOWN":
+            reasons.append(f"partition {partition.name} is down")
+        elif partition.kinds and num_up < job.allocated_nodes:
             others = f" (others: {', '.join(states)})" if states else ""
-            reasons.append(
-                f"{num_up} of {job.allocated_nodes} nodes of partition {found.name} are up{others}"
-            )
+            few = f"{num_up} of {job.allocated_nodes} nodes"
+            reasons.append(f"{few} of partition {partition.name} are up{others}")
         else:
             return None
     return "; ".join(reasons) or None
 
 
-def check_account(spec: RunSpec, accounts: Accounts) -> str:
+def check_account(cluster: ClusterConfig, accounts: Accounts) -> str:
     """Describe the account and quality of service of a run.
 
     Raises:
         ConfigError: SLURM would refuse one of them.
     """
-    account = spec.cluster.full_account
+    account = cluster.full_account
     known = {name.lower(): name for name in accounts.qos}
     if account is None:
         return "your default account" if accounts.is_enforced else "none, and none is needed"
@@ -219,7 +134,7 @@ def check_account(spec: RunSpec, accounts: Accounts) -> str:
                 advice,
             )
         return f"{account}, unknown to SLURM, which does not enforce accounts"
-    qos = spec.cluster.sbatch.get("qos")
+    qos = cluster.sbatch.get("qos")
     allowed = accounts.qos[known[account.lower()]]
     if qos is not None and allowed and str(qos) not in allowed and accounts.is_enforced:
         text = f"account {account} may use {', '.join(allowed)}"
@@ -229,78 +144,68 @@ def check_account(spec: RunSpec, accounts: Accounts) -> str:
     return f"{account}{f', qos {qos}' if qos else ''}"
 
 
-def _refusals(spec: RunSpec, job: JobSpec, found: Partition) -> Iterator[ConfigError]:
+def _refusals(job: JobSpec, partition: Partition) -> Iterator[ConfigError]:
     """Yield the reasons why a partition refuses a job, the simplest first."""
-    where = f"partition {found.name}"
-    qos = spec.cluster.sbatch.get("qos")
-    if found.state in CLOSED:
-        text = f"takes no jobs now (state {found.state})"
-        yield TryLaterError("cluster.partition", found.name, text, OTHER[3:])
-    account = spec.cluster.full_account
+    where = f"partition {partition.name}"
+    qos = job.cluster.sbatch.get("qos")
+    if partition.state in CLOSED:
+        text = f"takes no jobs now (state {partition.state})"
+        yield TryLaterError("cluster.partition", partition.name, text, OTHER[3:])
+    account = job.cluster.full_account
     if account is not None:
         allowed, denied = (
-            [name.lower() for name in names] for names in (found.accounts, found.denied_accounts)
+            [name.lower() for name in names]
+            for names in (partition.accounts, partition.denied_accounts)
         )
         if (allowed and account.lower() not in allowed) or account.lower() in denied:
-            to = f"open to {', '.join(found.accounts)}" if allowed else f"closed to {account}"
+            to = f"open to {', '.join(partition.accounts)}" if allowed else f"closed to {account}"
             yield ConfigError("cluster.account", account, f"{where} is {to}", OTHER)
-    if qos is not None and found.qos and str(qos) not in found.qos:
-        yield ConfigError("cluster.sbatch.qos", qos, f"{where} takes {', '.join(found.qos)}", OTHER)
-    for wanted, limit, key, reason, advice in _size_limits(job, found, is_lifted=qos is not None):
+    if qos is not None and partition.qos and str(qos) not in partition.qos:
+        yield ConfigError(
+            "cluster.sbatch.qos", qos, f"{where} takes {', '.join(partition.qos)}", OTHER
+        )
+    for wanted, limit, key, reason, advice in _size_limits(
+        job, partition, is_lifted=qos is not None
+    ):
         if limit is not None and wanted > limit:
             value = job.cpus_per_task if key == "cpus_per_rank" else wanted
             yield ConfigError(f"cluster.{key}", value, reason, f"{advice}, {OTHER}")
 
 
 def _size_limits(
-    job: JobSpec, found: Partition, *, is_lifted: bool
+    job: JobSpec, partition: Partition, *, is_lifted: bool
 ) -> list[tuple[int, int | None, str, str, str]]:
     """Return what a job asks for and may have, the key, the reason and the advice.
 
     With `is_lifted`, a quality of service lifts the partition's own limits.
     """
-    where = f"partition {found.name}"
+    where = f"partition {partition.name}"
     nodes = job.allocated_nodes
     cpus = job.cpus_per_node
     gpus = job.requested_gpus
-    max_gpus = max((kind.gpus for kind in found.kinds), default=None)
-    max_cpus = max((kind.cpus for kind in found.kinds), default=None)
+    max_gpus = max((kind.gpus for kind in partition.kinds), default=None)
+    max_cpus = max((kind.cpus for kind in partition.kinds), default=None)
     most = f"a node of {where} has at most"
     times = f"times {job.tasks_per_node} ranks a node is {cpus}, and {most} {max_cpus} CPUs"
     fewer = "use fewer ranks"
-    fitting = found.count(cpus, gpus) if found.kinds else None
+    fitting = partition.count(cpus, gpus) if partition.kinds else None
     suffix = f" and {gpus} GPUs" if job.gpu_option is not None else ""
     fit = f"{where} has {fitting} nodes of {cpus} CPUs{suffix} or more"
     limits = [
         (gpus, max_gpus, "gpus_per_node", f"{most} {max_gpus} GPUs", "ask for fewer"),
         (cpus, max_cpus, "cpus_per_rank", times, "use fewer of either"),
-        (nodes, found.num_nodes, "nodes", f"{where} has {found.num_nodes} nodes", fewer),
+        (nodes, partition.num_nodes, "nodes", f"{where} has {partition.num_nodes} nodes", fewer),
         (nodes, fitting, "nodes", fit, fewer),
     ]
     if is_lifted:
         return limits
-    size = f"{where} allows a job at most {found.max_nodes} nodes"
-    time = f"{where} allows at most {found.minutes} minutes"
+    size = f"{where} allows a job at most {partition.max_nodes} nodes"
+    time = f"{where} allows at most {partition.minutes} minutes"
     return [
         *limits,
-        (nodes, found.max_nodes, "nodes", size, fewer),
-        (job.minutes, found.minutes, "minutes", time, "ask for less"),
+        (nodes, partition.max_nodes, "nodes", size, fewer),
+        (job.minutes, partition.minutes, "minutes", time, "ask for less"),
     ]
-
-
-def _scope(limit: QueueLimit) -> str:
-    """Describe the jobs that a limit applies to, such as `3-512 nodes in partition normal`."""
-    nodes = (
-        f"{limit.min_nodes} or more"
-        if limit.max_nodes is None
-        else f"{limit.min_nodes}-{limit.max_nodes}"
-    )
-    where = [
-        f"{word} {name}"
-        for word, name in (("partition", limit.partition), ("qos", limit.qos))
-        if name
-    ]
-    return f"{nodes} nodes" + (f" in {' and '.join(where)}" if where else "")
 
 
 def check_script(cluster: str, script: str, short_of: str | None = None) -> tuple[bool, str]:
@@ -347,9 +252,9 @@ def parse_estimate(text: str) -> tuple[datetime | None, str]:
 
     An example is `Job 7 to start at 2026-11-21T22:00:00 using 2 processors on nodes n1`.
     """
-    if (found := ESTIMATE.search(text)) is not None:
+    if (estimate := ESTIMATE.search(text)) is not None:
         with contextlib.suppress(ValueError):
-            return datetime.fromisoformat(found["start"]), found["nodes"] or ""
+            return datetime.fromisoformat(estimate["start"]), estimate["nodes"] or ""
     return None, ""
 
 

@@ -175,13 +175,13 @@ def expand_nodes(names: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def max_nodes(names: str | None) -> int | None:
+def max_nodes(partition: str | None) -> int | None:
     """Return the most nodes that a job in a partition may have; None if SLURM does not answer."""
     try:
-        found = query_partitions(names)
+        partitions = query_partitions(partition)
     except (ConfigError, SchedulerUnavailableError):
         return None
-    return max(min(each.num_nodes, each.max_nodes or each.num_nodes) for each in found)
+    return max(min(each.num_nodes, each.max_nodes or each.num_nodes) for each in partitions)
 
 
 def max_array_tasks() -> int:
