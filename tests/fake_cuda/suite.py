@@ -85,7 +85,7 @@ PARTS = (
     _mpi("tasks"),
     _mpi("draws"),
     _mpi("zoo"),
-    _mpi("strips", "mixed_precision_computes and (resnet or convnext or unet)"),
+    _mpi("strips", "mixed_precision_computes and (resnet or unet)"),
     _mpi("placed"),
     _mpi("transport"),
     Part("commands", ("tests/fake_cuda/fake_commands.py",), num_ranks=1),

@@ -58,8 +58,15 @@ def plan_once(comm: Comm, spec: RunSpec, trains: bool = True) -> Plan:
     return broadcast(comm, evaluate(spec, trains) if comm.rank == 0 else None)
 
 
+_parts: dict[int, Comm] = {}
+
+
 def sub_world(comm: Comm, size: int) -> Comm | None:
-    """Return the first `size` ranks a world of their own, and the rest None; collective."""
-    meet(comm)
-    part = comm.Split(0 if comm.rank < size else 1, comm.rank)
-    return part if comm.rank < size else None  # type: ignore[return-value]
+    """Return the first `size` ranks a world of their own, and the rest None; collective.
+
+    All tests have the same ones: ranks that share cores take long to agree on another.
+    """
+    if size not in _parts:
+        meet(comm)
+        _parts[size] = comm.Split(0 if comm.rank < size else 1, comm.rank)
+    return _parts[size] if comm.rank < size else None

@@ -70,12 +70,7 @@ def _split(action: Action) -> tuple[Action, ...]:
 
 @pytest.mark.parametrize(
     ("model", "partitions", "replicas", "is_split"),
-    [
-        ("googlenet", 4, 1, False),
-        ("googlenet", 3, 1, True),
-        ("googlenet", 2, 2, False),
-        ("inception_v3", 3, 1, False),
-    ],
+    [("googlenet", 4, 1, True), ("googlenet", 2, 2, False), ("inception_v3", 2, 1, False)],
 )
 def test_gradients_are_those_of_one_process_to_the_bit(comm, model, partitions, replicas, is_split):
     spec, schedule = make_run(model, partitions, replicas, is_split)
