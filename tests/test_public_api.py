@@ -11,6 +11,7 @@ import pytest
 
 import gems
 from gems.launch.local_launcher import mpiexec_argv, rank_environment
+from tests.helpers.warm_python import REAL
 
 ROOT = Path(gems.__file__).resolve().parent.parent
 SMALL = [
@@ -23,8 +24,13 @@ SMALL = [
 ]
 
 
-def run(program: str, num_ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-c", program]
+pytestmark = pytest.mark.usefixtures("warm")
+
+
+def run(
+    program: str, num_ranks: int = 1, executable: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    argv = [executable or sys.executable, "-c", program]
     return subprocess.run(
         argv if num_ranks == 1 else mpiexec_argv(num_ranks, argv),
         cwd=ROOT,
@@ -44,7 +50,7 @@ gems.compose(["experiment=quickstart"])
 gems.ConfigError, gems.RunSpec
 assert not {"torch", "mpi4py", "h5py"} & set(sys.modules)
 """
-    ended = run(program)
+    ended = run(program, executable=REAL)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 

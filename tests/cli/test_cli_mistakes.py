@@ -9,6 +9,7 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from gems.config.overrides import options_of, valid_keys
 from gems.config.schema import RunSpec
 from tests.helpers.commands import MINE, SEEN, Gems, Said, check_refusal
 from tests.helpers.processes import python
+from tests.helpers.warm_python import REAL
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -75,12 +77,13 @@ def test_random_values_of_another_type(gems: Gems, wrong: str) -> None:
     check_refusal(gems("note", wrong, verbs=MINE), wrong)
 
 
+@pytest.mark.usefixtures("warm")
 class TestProcess:
     """The same in a process of its own."""
 
-    def run(self, *argv: str, cwd: Path) -> Said:
+    def run(self, *argv: str, cwd: Path, executable: str | None = None) -> Said:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        ended = python("-m", "gems", *argv, cwd=cwd, env=environment)
+        ended = python("-m", "gems", *argv, cwd=cwd, env=environment, executable=executable)
         return Said(ended.returncode, ended.stdout, ended.stderr)
 
     def test_json_is_alone_on_stdout(self, tmp_path: Path) -> None:
@@ -92,7 +95,8 @@ class TestProcess:
 
     def test_a_mistake(self, tmp_path: Path) -> None:
         check_refusal(
-            self.run("schedule", "shcedule=gpipe", cwd=tmp_path), "unknown key; nearest: schedule"
+            self.run("schedule", "shcedule=gpipe", cwd=tmp_path, executable=REAL),
+            "unknown key; nearest: schedule",
         )
 
     def test_a_mistake_under_hydra(self, tmp_path: Path) -> None:

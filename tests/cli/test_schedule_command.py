@@ -148,6 +148,7 @@ def test_a_broken_file_is_drawn_before_the_error(
     assert "!0B0!" in err and err.splitlines()[0].startswith("step")
 
 
+@pytest.mark.usefixtures("warm")
 def test_the_command_ends_with_the_one_line(tmp_path: Path) -> None:
     broken = {
         "schema": "gems.schedule/1",

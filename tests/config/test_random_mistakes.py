@@ -265,6 +265,7 @@ def test_files_that_hold_something_else(jobs: Jobs, folder: Folder, tmp_path_fac
         ["train.steps=99999999999999999999"],
     ],
 )
+@pytest.mark.usefixtures("warm")
 def test_in_a_process_of_its_own(words: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "jobs", "submit", "cluster=mini", *words]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "GEMS_CACHE_DIR": str(tmp_path / "cache")}

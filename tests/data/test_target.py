@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from gems.data import check_data, kind_of, open_dataset, resolve_data, task_of
 from gems.data.target import TargetDataset
 from gems.errors import ConfigError
 from tests.helpers.processes import python
+from tests.helpers.warm_python import REAL
 
 SIZE = 12
 READS: list[int] = []
@@ -376,6 +378,7 @@ def test_overrides_of_hydra() -> None:
     )
 
 
+@pytest.mark.usefixtures("warm")
 def test_the_login_node_asks_a_child_once(tmp_path: Path) -> None:
     """No torch in this process; the answer is kept until the code or the files of its arguments change."""
     code = "import torch\nopen('imports', 'a').write('x')\nprint('noise')\n"
@@ -387,7 +390,8 @@ def test_the_login_node_asks_a_child_once(tmp_path: Path) -> None:
     (tmp_path / "own_tiles.py").write_text(code)
     (tmp_path / "tiles").mkdir()
     program = (
-        "import sys; from gems.config.schema import *; from gems.data import *; from gems.errors"
+        f"import sys; sys.executable = {sys.executable!r}\n"
+        "from gems.config.schema import *; from gems.data import *; from gems.errors"
         " import ConfigError\nfrom dataclasses import replace\ndata ="
         " DataConfig(target='own_tiles.Own', kwargs={'root': 'tiles'}, height_px=4, width_px=4,"
         " num_classes=5)\ncheck_data(data)\ntry:\n    check_data(replace(data,"
@@ -396,7 +400,7 @@ def test_the_login_node_asks_a_child_once(tmp_path: Path) -> None:
     )
     found = []
     for _ in range(2):
-        ended = python("-c", program, cwd=tmp_path, check=True)
+        ended = python("-c", program, cwd=tmp_path, check=True, executable=REAL)
         found.append((ended.stdout.splitlines(), len((tmp_path / "imports").read_text())))
     assert [lines[-1] for lines, _ in found] == ["False", "False"]
     assert all("data.num_classes=2" in lines[0] and "sample" in lines[0] for lines, _ in found)

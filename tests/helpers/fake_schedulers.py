@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.warm_python import REAL
+
 PROGRAM = """#!{python}
 import json, os, pathlib, shlex, signal, subprocess, sys, time
 HERE, MPIEXEC = pathlib.Path({here!r}), {mpiexec!r}
@@ -205,7 +207,7 @@ class FakeScheduler:
         """Put the commands of a system into a folder."""
         (here / "jobs").mkdir(parents=True)
         mpiexec = str(Path(sys.executable).parent / "mpiexec")
-        start = PROGRAM.format(python=sys.executable, here=str(here), mpiexec=mpiexec)
+        start = PROGRAM.format(python=REAL, here=str(here), mpiexec=mpiexec)
         names = ("flux",) if system == "flux" else ("qsub", "qselect", "qstat", "qdel")
         for name in names:
             path = here / name

@@ -16,10 +16,11 @@ def python(
     env: Mapping[str, str] | None = None,
     check: bool = False,
     timeout_s: float = 250,
+    executable: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with these words and wait for its end; `check` raises if it fails."""
     return subprocess.run(
-        [sys.executable, *words],
+        [executable or sys.executable, *words],
         cwd=cwd,
         env=env,
         check=check,

@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+REAL = sys.executable  # an ordinary Python
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("gems", "jobs", "analysis")
 COMMANDS = {"gems": "gems", "gems-jobs": "jobs", "gems-analysis": "analysis"}

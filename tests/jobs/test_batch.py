@@ -18,7 +18,7 @@ from jobs.launch.batch import BatchJob, claim, wait_for_submission
 from tests.helpers.job_helpers import MonkeyPatch, Tiny
 from tests.helpers.processes import python
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("warm")]
 
 
 def test_the_pickle_holds_a_name_and_a_path() -> None:

@@ -14,6 +14,7 @@ from gems.runs.prepare import prepare
 from jobs.__main__ import VERBS
 from tests.helpers.job_helpers import Called, Capture
 from tests.helpers.processes import python
+from tests.helpers.warm_python import REAL
 
 MASTER = ["experiment=gems_master", "data=synthetic"]
 
@@ -117,6 +118,7 @@ def test_unknown_command(capfd: Capture) -> None:
     assert "nearest: submit" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("warm")
 def test_help_of_every_verb() -> None:
     for words in (["--help"], ["submit", "--help"], ["collect", "--help"], ["status", "--help"]):
         ended = python("-m", "jobs", *words)
@@ -143,7 +145,7 @@ except SystemExit as ended:
 heavy = {{"torch", "mpi4py", "matplotlib", "h5py", "skimage", "scipy", "tqdm"}} & sys.modules.keys()
 assert not heavy, heavy
 """
-    ended = python("-c", program)
+    ended = python("-c", program, executable=REAL)
     assert ended.returncode == 0, ended.stderr
 
 
@@ -151,5 +153,5 @@ def test_submitit_is_loaded_for_slurm_alone() -> None:
     program = (
         "import sys, jobs.cli.submit, jobs.launch.launch\nassert 'submitit' not in sys.modules"
     )
-    ended = python("-c", program)
+    ended = python("-c", program, executable=REAL)
     assert ended.returncode == 0, ended.stderr

@@ -47,7 +47,7 @@ from tests.helpers.job_helpers import (
     wait_until,
 )
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("warm")]
 SYSTEMS = ("flux", "pbs")
 FIRST = {"flux": "f2kPq", "pbs": "41.server"}
 SECOND = {"flux": "f3kPq", "pbs": "42.server"}
@@ -103,7 +103,8 @@ def directives(spec: RunSpec, sentinel: str = "#") -> list[str]:
 
 @pytest.mark.timeout(300)
 def test_a_run_trains_in_a_job(fake: FakeScheduler, make: Resolved, system: str) -> None:
-    spec = make()
+    """From an archive of the code in one, and a long run in the other."""
+    spec = make(archive_code=system == "flux")
     fake.hold()
     assert start_run(spec, assume_yes=True) == 0
     folder = RunFolder.of(spec)
@@ -139,7 +140,8 @@ def test_a_job_that_is_asked_to_save_continues_as_another_until_it_is_cancelled(
 
     SIGHUP and SIGTERM.
     """
-    spec = make("long", "train.steps=100000", minutes=1, signal_before_end_s=0)
+    slow = ("machine=emulated", "cost.unit_s=0.002", "train.steps=100000")
+    spec = make("long", *slow, minutes=1, signal_before_end_s=0, archive_code=system == "pbs")
     folder = RunFolder.of(spec)
     start_run(spec, assume_yes=True)
     wait_until(lambda: (status(spec).step or 0) > 1, 200.0)

@@ -27,6 +27,7 @@ from jobs.launch.launch import SWEEP
 from jobs.schedulers.scheduler import SCHEDULERS
 from tests.helpers.job_helpers import ROOT, MonkeyPatch, Resolved, script_of, with_cluster
 from tests.helpers.processes import python
+from tests.helpers.warm_python import REAL
 
 NOTES = """#!{python}
 import os, sys
@@ -127,7 +128,7 @@ def base(resolved: Resolved, tmp_path: Path, monkeypatch: MonkeyPatch) -> RunSpe
 def noting(path: Path, notes: Path) -> Path:
     """Make a program that notes its words and its environment."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(NOTES.format(python=sys.executable, notes=str(notes)))
+    path.write_text(NOTES.format(python=REAL, notes=str(notes)))
     path.chmod(0o755)
     return path
 
@@ -276,6 +277,7 @@ def test_a_variable_may_hold_anything(
         (["cluster.exclude=['n1;touch owned']"], "cluster.exclude"),
     ],
 )
+@pytest.mark.usefixtures("warm")
 def test_through_the_command_line(tmp_path: Path, words: list[str], key: str | None) -> None:
     """The whole way: what sbatch is given is run by bash, or the command refuses in one line and submits nothing."""
     notes = tmp_path / "sbatch was told"

@@ -160,6 +160,7 @@ def test_names_alone_need_no_process_and_an_answer_is_kept_until_the_code_change
     assert len(asked) == 4
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_job_is_refused_by_the_child_process_and_not_by_its_ranks(tmp_path: Path) -> None:
     words = [
         *WORDS,
