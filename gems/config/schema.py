@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from gems.config.cluster import MAX_WORLD
 from gems.config.cluster import ClusterConfig as ClusterConfig
 from gems.config.cluster import MachineConfig as MachineConfig
-from gems.config.fields import build, choice, flag, number, text, with_new_names
+from gems.config.fields import build, choice, flag, keys, number, text, with_new_names
 from gems.config.recipe import TASKS
 from gems.config.recipe import BenchmarkConfig as BenchmarkConfig
 from gems.config.recipe import LossConfig as LossConfig
@@ -558,6 +559,20 @@ class RunSpec:
         nodes = self.cluster.nodes or 1
         ranks = f"{self.parallel.partitions} x {self.parallel.replicas} ranks"
         return f"{ranks} on {nodes} node{'s' if nodes > 1 else ''}"
+
+    def changed_values(self) -> dict[str, Any]:
+        """Return the keys that differ from their defaults, with their values."""
+        values = ((key, attrgetter(key.name)(self)) for key in keys(RunSpec))
+        return {key.name: value for key, value in values if value != key.default}
+
+    def own_code(self) -> Iterator[tuple[str, str]]:
+        """Yield each target and plugin whose code is in a user's folder, with the folder."""
+        sections = (self.model, self.data, self.loss, self.optimizer, self.lr_scheduler)
+        places = [(section.target, section.path) for section in sections]
+        places += [(f"{name}.plugin", self.plugins_dir) for name in self.plugins]
+        for target, path in places:
+            if target is not None and path is not None:
+                yield str(target), str(path)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the nested plain dictionary that run.yaml holds."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from gems.config.resolve import resolve
-from gems.config.schema import RunSpec
+from gems.config.schema import MachineConfig, ParallelConfig, RunSpec
 from gems.engine.run import run_rank
 from gems.engine.supervision.failure import abort_all_ranks, ensure_exit, report_failure
 from gems.engine.supervision.stop_request import StopListener
@@ -70,7 +71,7 @@ def train(
         raise ConfigError(
             "machine.kind", "simulated", "has no ranks to train in", "call gems.simulate"
         )
-    comm = _join_world(spec)
+    comm = _join_world(spec.parallel, spec.machine, spec.cluster.device_order)
     folder = _prepare_on_first(spec, comm)
     if not logging.getLogger("gems").hasHandlers():
         set_up_rank_logging(comm.rank)
@@ -91,27 +92,29 @@ def train(
     return _read_result(folder)
 
 
-def _join_world(spec: RunSpec) -> Comm:
+def _join_world(
+    parallel: ParallelConfig, machine: MachineConfig, device_order: Sequence[int]
+) -> Comm:
     """Return the world of the caller's ranks, once the device is open.
 
     Raises:
         ConfigError: There are not partitions x replicas ranks.
     """
-    if spec.machine.is_real:
+    if machine.is_real:
         from gems.engine.device import open_device
 
         # before MPI, which looks at the current device
-        open_device(spec.machine, spec.cluster.device_order)
+        open_device(machine, device_order)
     from gems.engine.transport.mpi import world
 
     comm = world()
-    if comm.size != spec.world_size:
+    if comm.size != parallel.world_size:
         raise ConfigError(
             "parallel.partitions",
-            spec.parallel.partitions,
-            f"with parallel.replicas={spec.parallel.replicas} needs {spec.world_size} ranks, "
+            parallel.partitions,
+            f"with parallel.replicas={parallel.replicas} needs {parallel.world_size} ranks, "
             f"and this world has {comm.size}",
-            f"start the program by mpiexec -n {spec.world_size}",
+            f"start the program by mpiexec -n {parallel.world_size}",
         )
     return comm
 

@@ -80,7 +80,7 @@ class Stages:
         _freeze(spec.optimizer.frozen, comm, layers)
         forms = None
         if plan.schedule.num_strips > 1:
-            forms = find_forms(spec, of_model, modules, precision, trains)
+            forms = find_forms(spec.data, spec.parallel, of_model, modules, precision, trains)
         draws = RandomDraws(spec.seed, spec.model.target is not None)
         for layer in layers:
             draws.watch(layer.name, layer.module)
@@ -99,7 +99,9 @@ class Stages:
         """Return the outputs of each stage of the model but the last in training."""
         if self.forms is not None:
             return self.forms.specs
-        return self.of_model.output_specs(self.plan.spec, self.precision)
+        spec = self.plan.spec
+        size = spec.parallel.micro_batch_size
+        return self.of_model.output_specs(spec.data, size, self.precision)
 
     def options(self, trains: bool, num_sharers: int) -> StageOptions:
         """Return how the schedule runs the stages; `num_sharers` ranks share the host's memory."""
@@ -134,13 +136,19 @@ class Stages:
         forms = self.forms
         if forms is not None and trains:
             forms = find_evaluation_forms(
-                spec, self.of_model, self.modules, self.precision, self.rank == 0
+                spec.data,
+                spec.parallel,
+                self.of_model,
+                self.modules,
+                self.precision,
+                self.rank == 0,
             )
         num_strips = 1 if forms is None else schedule.num_strips
         num_at_once = min(schedule.num_whole, math.ceil(2 * placement.num_stages / num_strips))
         forward = validate(lower(forward_only(placement, num_at_once, num_strips)))
         if forms is None:
-            specs = self.of_model.output_specs(spec, self.precision, training=False)
+            size = spec.parallel.micro_batch_size
+            specs = self.of_model.output_specs(spec.data, size, self.precision, training=False)
             return forward, OpenStages.unstored(training.whole), specs
         last = placement.num_stages - 1
         stages: dict[StageKey, Stage] = {

@@ -9,11 +9,12 @@ from __future__ import annotations
 import faulthandler
 import signal
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gems.config.schema import RunSpec
+from gems.config.schema import MachineConfig
 from gems.engine.supervision.failure import abort_all_ranks, ensure_exit, report_failure
 from gems.engine.supervision.stop_request import StopListener, stop_listener
 from gems.engine.transport.environment import launched_rank
@@ -63,7 +64,9 @@ def run_rank(folder: RunFolder, stop: StopListener) -> None:
     """
     spec = folder.read_spec()
     set_log_level(spec.train.log_level)
-    device = None if spec.machine.is_emulated else _open_device(spec)
+    device = (
+        None if spec.machine.is_emulated else _open_device(spec.machine, spec.cluster.device_order)
+    )
     from gems.engine.supervision.affinity import write_affinity
     from gems.engine.supervision.watchdog import LocalPeer, Watchdog
     from gems.engine.transport.mpi import broadcast, gather_here, meet, world
@@ -93,7 +96,8 @@ def run_rank(folder: RunFolder, stop: StopListener) -> None:
 
 def run_function(folder: RunFolder, function: str) -> None:
     """Call a function, as module:name, on this rank of a prepared run; collective."""
-    device = _open_device(folder.read_spec())
+    spec = folder.read_spec()
+    device = _open_device(spec.machine, spec.cluster.device_order)
     from gems.engine.transport.mpi import world
 
     module, _, name = function.partition(":")
@@ -102,11 +106,11 @@ def run_function(folder: RunFolder, function: str) -> None:
         write_json(folder.result_json, result)
 
 
-def _open_device(spec: RunSpec) -> torch.device:
+def _open_device(machine: MachineConfig, order: Sequence[int]) -> torch.device:
     """Open the device before MPI starts: one that supports GPUs looks at the current device."""
     from gems.engine.device import open_device
 
-    return open_device(spec.machine, spec.cluster.device_order)
+    return open_device(machine, order)
 
 
 if __name__ == "__main__":

@@ -92,11 +92,11 @@ class StageModules:
         return model_output(self.layers[-1], shapes[-1], dtype)
 
     def output_specs(
-        self, spec: RunSpec, precision: Precision, training: bool = True
+        self, data: DataConfig, size: int, precision: Precision, training: bool = True
     ) -> Sequence[tuple[TensorSpec, ...]]:
-        """Return the output tensors of each stage except the last, of one micro-batch."""
+        """Return the output tensors of each stage but the last, of `size` samples at once."""
         wide = precision.parameters
-        given = input_spec(spec.data, spec.parallel.micro_batch_size, wide)
+        given = input_spec(data, size, wide)
         of_layers = boundary_shapes(self.layers, given.shape, precision, given.dtype, training)
         inner = [number for number, unit in enumerate(self.units) if unit.path != ""]
         parts = self.build(inner, 0, precision, "meta")  # each of them is a stage

@@ -29,7 +29,7 @@ from gems.engine.step_loop import (
     schedule_record,
     trace_attributes,
 )
-from gems.engine.supervision.loggers import Loggers, open_loggers
+from gems.engine.supervision.loggers import LoggedRun, Loggers, open_loggers
 from gems.engine.supervision.memory_report import memory_report
 from gems.engine.supervision.monitor import Monitor, Sample
 from gems.engine.supervision.stop_request import StopListener
@@ -105,7 +105,9 @@ class TrainingRun(SteppedRun):
         logged = (*LOGGED, *(name for name, value in known.items() if isinstance(value, float)))
         self._loggers = Loggers(())
         if rank.comm.rank == 0:
-            self._loggers = open_loggers(spec, folder, logged, self.start.step)
+            values = spec.changed_values()
+            run = LoggedRun(spec.name, folder.run_id(spec), folder.path, values, self.start.step)
+            self._loggers = open_loggers(spec.train.loggers, run, logged)
 
     def _restore(self) -> None:
         rank = self.rank

@@ -44,8 +44,25 @@ def check_recipe(spec: RunSpec) -> str:
     if "torch" in sys.modules:
         import_module(CHECKER).check(spec)
     else:
+        parts = [asdict(part) for part in (spec.model, spec.data, spec.loss, spec.lr_scheduler)]
+        optimizer = {
+            **asdict(spec.optimizer),
+            # points of a study that differ in numbers only share a result
+            "lr": 1.0,
+            "momentum": 0.0,
+            "weight_decay": bool(spec.optimizer.weight_decay),
+        }
+        is_constant = spec.lr_scheduler == LrSchedulerConfig()
+        length = None if is_constant else (spec.train.steps, spec.parallel.global_batch)
+        targets = dict(spec.own_code()) | _own_metrics(spec.metrics)
+        if spec.data.transform is not None:
+            transform = spec.data.transform
+            targets[transform] = locate("data.transform", transform, None)[1]
+        hashes = [source_of(target, path) for target, path in targets.items() if path is not None]
+        numerics = (spec.train.precision, spec.machine.device)
+        key = repr((optimizer, parts, spec.metrics, numerics, length, spec.plugins, hashes))
         text = json.dumps(spec.to_dict())
-        cached(None, "recipe", _key(spec), lambda: ask_child("recipe", spec.name, CHECKER, text))
+        cached(None, "recipe", key, lambda: ask_child("recipe", spec.name, CHECKER, text))
     return "loss, optimizer, scheduler, metrics and transform are taken as ranks take them"
 
 
@@ -55,39 +72,3 @@ def _own_metrics(metrics: Mapping[str, Any]) -> dict[str, str | None]:
         for options in metrics.values()
         if options.get("target")
     }
-
-
-def _key(spec: RunSpec) -> str:
-    """Return the inputs of the check as a text.
-
-    Points of a study that differ in numbers only have the same key, and share a result.
-    """
-    optimizer = {
-        **asdict(spec.optimizer),
-        "lr": 1.0,
-        "momentum": 0.0,
-        "weight_decay": bool(spec.optimizer.weight_decay),
-    }
-    parts = [
-        optimizer,
-        *(asdict(part) for part in (spec.model, spec.data, spec.loss, spec.lr_scheduler)),
-    ]
-    is_constant = spec.lr_scheduler == LrSchedulerConfig()
-    length = None if is_constant else (spec.train.steps, spec.parallel.global_batch)
-    own = (spec.model, spec.data, spec.loss, spec.optimizer, spec.lr_scheduler)
-    targets = {part.target: part.path for part in own if part.target is not None}
-    targets |= _own_metrics(spec.metrics)
-    if spec.data.transform is not None:
-        targets[spec.data.transform] = locate("data.transform", spec.data.transform, None)[1]
-    hashes = [source_of(target, path) for target, path in targets.items() if path is not None]
-    return repr(
-        (
-            parts,
-            spec.metrics,
-            spec.train.precision,
-            spec.machine.device,
-            length,
-            spec.plugins,
-            hashes,
-        )
-    )

@@ -7,7 +7,7 @@ import re
 from enum import StrEnum
 from typing import NamedTuple
 
-from gems.config.schema import RunSpec
+from gems.config.schema import MemoryConfig, ParallelConfig
 from gems.errors import ConfigError, DoesNotFitError, NodeFailedError, StalledError
 
 FILE_SYSTEM_ERRORS = (
@@ -125,10 +125,12 @@ def _is_of_socket(error: OSError) -> bool:
     )
 
 
-def device_memory_remedies(spec: RunSpec | None, is_fragmented: bool = False) -> tuple[str, ...]:
+def device_memory_remedies(
+    memory: MemoryConfig | None, parallel: ParallelConfig | None, is_fragmented: bool = False
+) -> tuple[str, ...]:
     """Return what to change where a device's memory was full, most promising first.
 
-    `spec` is None if not known.
+    The sections of the run are None if not known.
     It `is_fragmented` if free pieces of torch's allocator would have been enough, in one.
     """
     advice = []
@@ -137,17 +139,17 @@ def device_memory_remedies(spec: RunSpec | None, is_fragmented: bool = False) ->
             "+cluster.environment.PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the allocator's"
             " free pieces would have been enough"
         )
-    if spec is not None and not spec.memory.keeps:
-        advice.append(f"a smaller memory.limit_bytes, now under {spec.memory.choice}")
+    if memory is not None and not memory.keeps:
+        advice.append(f"a smaller memory.limit_bytes, now under {memory.choice}")
     else:
         advice.append(
             "memory=plan with machine.device_bytes, which recomputes or offloads what does not fit"
         )
-    if spec is None or spec.parallel.micro_batch_size > 1:
-        now = "" if spec is None else f", now {spec.parallel.micro_batch_size}"
+    if parallel is None or parallel.micro_batch_size > 1:
+        now = "" if parallel is None else f", now {parallel.micro_batch_size}"
         advice.append(f"parallel.micro_batch_size: fewer images at once{now}")
-    if spec is not None:
-        advice.append(f"parallel.strips: images in more strips of rows, now {spec.parallel.strips}")
-    partitions = "" if spec is None else f", now {spec.parallel.partitions}"
+    if parallel is not None:
+        advice.append(f"parallel.strips: images in more strips of rows, now {parallel.strips}")
+    partitions = "" if parallel is None else f", now {parallel.partitions}"
     advice.append(f"parallel.partitions: more ranks hold less each{partitions}")
     return (*advice, "schedule.activation_cap_bytes: fewer micro-batches in flight")

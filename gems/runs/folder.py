@@ -136,9 +136,12 @@ class RunFolder:
         rows = self._read_optional(self.layouts_json).get("layouts", [])
         return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
-    def add_layout(self, number: int, spec: RunSpec, why: str, by: str, **more: Any) -> None:
+    def add_layout(
+        self, number: int, layout: str, nodes: int | None, why: str, by: str, **more: Any
+    ) -> None:
         """Record a layout as the present one; number 1 is the run's own.
 
+        `layout` is its description.
         The files of the layout must already exist.
         """
         rows = self.layouts()
@@ -149,7 +152,7 @@ class RunFolder:
             "by": by,
             "why": why,
         }
-        shapes = {"from": before.layout, "to": spec.layout, "nodes": spec.cluster.nodes}
+        shapes = {"from": before.layout, "to": layout, "nodes": nodes}
         write_json(self.layouts_json, {"layouts": [*rows, {**row, **shapes, **more}]})
 
     @property
@@ -228,7 +231,7 @@ class RunFolder:
         """Return the configuration for the trace, with the costs of the emulation or simulation."""
         if not self.costs_json.exists():
             return self.layout.run_yaml.read_text()
-        return to_yaml(self.read_run())
+        return to_yaml(self.read_run().to_dict())
 
     def read_schedule(self) -> Schedule:
         """Read schedule.json.
@@ -370,9 +373,9 @@ def describe_change(row: Mapping[str, Any]) -> str:
     return f"{shapes} ({row.get('utc')}, {row.get('by')}: {row.get('why')})"
 
 
-def to_yaml(spec: RunSpec) -> str:
+def to_yaml(values: dict[str, Any]) -> str:
     """Return the text of a run's run.yaml."""
-    return str(yaml.dump(spec.to_dict(), Dumper=DUMPER, sort_keys=False))
+    return str(yaml.dump(values, Dumper=DUMPER, sort_keys=False))
 
 
 def older_folders(own: Path) -> list[Path]:

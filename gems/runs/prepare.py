@@ -80,7 +80,8 @@ def _write(folder: RunFolder, plan: Plan, like: RunFolder | None) -> None:
     if folder.run_yaml.exists():
         folder.archive(also=[folder.checkpoints] if folder.result_json.exists() else [])
     if folder.layout != folder:
-        folder.add_layout(1, plan.spec, "prepared again", "prepare")
+        nodes = plan.spec.cluster.nodes
+        folder.add_layout(1, plan.spec.layout, nodes, "prepared again", "prepare")
     _write_plan(folder, plan)
     folder.logs.mkdir(exist_ok=True)
     folder.heartbeat(0).parent.mkdir(exist_ok=True)
@@ -105,15 +106,14 @@ def change_layout(folder: RunFolder, plan: Plan, why: str, by: str, step: int | 
     target = RunFolder(folder.path / "layouts" / f"{number:04d}")
     target.path.mkdir(parents=True)
     _write_plan(target, plan)
-    folder.add_layout(
-        number, plan.spec, why, by, step=step, run_yaml_blake2b=hash_of(target.run_yaml)
-    )
+    facts = {"step": step, "run_yaml_blake2b": hash_of(target.run_yaml)}
+    folder.add_layout(number, plan.spec.layout, plan.spec.cluster.nodes, why, by, **facts)
 
 
 def _write_plan(folder: RunFolder, plan: Plan) -> None:
     """Write the configuration of a plan and what ranks read beside it."""
     with atomic_write(folder.run_yaml) as partial:
-        partial.write_text(to_yaml(plan.spec))
+        partial.write_text(to_yaml(plan.spec.to_dict()))
     if plan.costs != plan.spec.cost:
         write_json(folder.costs_json, asdict(plan.costs), indent=None)
     folder.write_schedule(plan.schedule)

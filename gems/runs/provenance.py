@@ -12,7 +12,6 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,9 @@ def write_bundle(folder: Path, spec: RunSpec) -> dict[str, Any]:
         OSError: the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    own = {name: data for target, path in own_code(spec) for name, data in sources_of(target, path)}
+    own = {
+        name: data for target, path in spec.own_code() for name, data in sources_of(target, path)
+    }
     code_hash = take_snapshot(folder / CODE_ZIP, spec.cache_dir, own.items())
     diff = code_diff(code_root())
     if diff is not None:
@@ -78,16 +79,6 @@ def share_bundle(folder: RunFolder, like: RunFolder) -> dict[str, Any]:
         if (like.provenance / name).exists():
             share(like.provenance / name, folder.provenance / name)
     return read_json(like.provenance_json)
-
-
-def own_code(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    """Yield each target and plugin of a run whose code is in a user's folder, with the folder."""
-    sections = (spec.model, spec.data, spec.loss, spec.optimizer, spec.lr_scheduler)
-    found = [(section.target, section.path) for section in sections]
-    found += [(f"{name}.plugin", spec.plugins_dir) for name in spec.plugins]
-    for target, path in found:
-        if target is not None and path is not None:
-            yield str(target), str(path)
 
 
 def check_code(folder: Path, summary: dict[str, Any]) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -108,13 +109,14 @@ def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
         [start + round(max(row, default=0.0) * 1e9) for row in drawn[k % len(drawn)].end]
         for k, start in enumerate(starts_ns[:-1])
     ]
+    step_rows = partial(_step_rows, spec.parallel.global_batch, spec.benchmark.skip_steps)
     trace = Trace(
         attributes=_attributes(spec, memory),
         events=_all_steps(events, starts_ns[:-1]),
-        steps=_step_rows(spec, "steps", starts_ns[:-1], starts_ns[1:]),
+        steps=step_rows("steps", starts_ns[:-1], starts_ns[1:]),
         rank_steps=np.concatenate(
             [
-                _step_rows(spec, "rank_steps", starts_ns[:-1], ends, rank)
+                step_rows("rank_steps", starts_ns[:-1], ends, rank)
                 for rank, ends in enumerate(zip(*ends_ns, strict=True))
             ]
         ),
@@ -154,7 +156,12 @@ def _attributes(spec: RunSpec, memory: list[tuple[RankMemory, ...]]) -> dict[str
 
 
 def _step_rows(
-    spec: RunSpec, table: str, starts_ns: Sequence[int], ends_ns: Sequence[int], rank: int = 0
+    images: int,
+    num_warmup: int,
+    table: str,
+    starts_ns: Sequence[int],
+    ends_ns: Sequence[int],
+    rank: int = 0,
 ) -> np.ndarray:
     """Return a row for each step of a run that trains nothing."""
     rows = np.zeros(len(starts_ns), DTYPES[table])
@@ -165,8 +172,8 @@ def _step_rows(
     rows["step"] = range(len(rows))
     rows["start_ns"] = starts_ns
     rows["end_ns"] = ends_ns
-    rows["images"] = spec.parallel.global_batch
-    rows["is_warmup"] = rows["step"] < spec.benchmark.skip_steps
+    rows["images"] = images
+    rows["is_warmup"] = rows["step"] < num_warmup
     for name in ("loss", "grad_norm", "learning_rate"):
         rows[name] = math.nan
     return rows

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from gems.config.resolve import check_batch
-from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.search.best_first import SearchResult, TooLarge, TooSlow, search
 from gems.search.candidate import Candidate, candidates
@@ -71,13 +70,7 @@ def fastest(
         found = replace(
             found, best=(planner.with_noise(lean),), num_simulated=found.num_simulated + 1
         )
-    return _answer(spec, num_gpus, found, search_begin - begin, search_s), found
-
-
-def _answer(
-    spec: RunSpec, num_gpus: int, found: SearchResult[Choice], profile_s: float, search_s: float
-) -> dict[str, Any]:
-    return {
+    facts = {
         "source": "simulated",
         "model": spec.model.name,
         "height_px": spec.data.height_px,
@@ -85,6 +78,12 @@ def _answer(
         "machine": spec.machine.name,
         "device_bytes": spec.machine.device_bytes,
         "gpus": num_gpus,
+    }
+    return facts | _answer(found, search_begin - begin, search_s), found
+
+
+def _answer(found: SearchResult[Choice], profile_s: float, search_s: float) -> dict[str, Any]:
+    return {
         "choices": [choice.to_json(found.best[0]) for choice in found.best],
         "is_exact": found.is_exact,
         "candidates": found.num_candidates,

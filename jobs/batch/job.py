@@ -110,8 +110,8 @@ class JobId(NamedTuple):
     @classmethod
     def parse(cls, job_id: str) -> JobId:
         """Split an ID into its parts; an ID that is not SLURM's is a number as a whole."""
-        found = re.fullmatch(r"([0-9]+)(?:_([0-9]+))?(?:@(.+))?", job_id)
-        return cls(job_id) if found is None else cls(*found.groups(default=""))
+        parts = re.fullmatch(r"([0-9]+)(?:_([0-9]+))?(?:@(.+))?", job_id)
+        return cls(job_id) if parts is None else cls(*parts.groups(default=""))
 
     @property
     def local(self) -> str:

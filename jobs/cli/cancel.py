@@ -21,15 +21,15 @@ def cancel(words: Sequence[str], options: Options) -> int:
     Raises:
         ConfigError: nothing named, no such run or study, or nobody there to confirm.
     """
-    found = find_named(words, "cancel")
-    seen = overview(found)
+    catalogue = find_named(words, "cancel")
+    seen = overview(catalogue)
     needs_yes = seen.is_active or any(
         study.record.is_running_here() is None for study in seen.studies
     )
     if needs_yes and YES not in options.flags and not _is_confirmed(seen):
         report("nothing is cancelled")
         return 1
-    return cancel_all(found, as_json=options.json)
+    return cancel_all(catalogue, as_json=options.json)
 
 
 def _is_confirmed(seen: Overview) -> bool:

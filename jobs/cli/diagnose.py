@@ -31,10 +31,10 @@ def diagnose(words: Sequence[str], options: Options) -> int:
     """
     if UNBLOCK in options.chosen:
         return _unblock(words, options.chosen[UNBLOCK], options)
-    found = find_named(words, "diagnose")
-    diagnoses = [diagnose_run(folder) for folder in found.runs]
+    catalogue = find_named(words, "diagnose")
+    diagnoses = [diagnose_run(folder) for folder in catalogue.runs]
     studies = []
-    for study in found.studies:
+    for study in catalogue.studies:
         points = [(label, folder) for label, folder in study.points() if folder.path.is_dir()]
         rows = [(label, diagnose_run(folder, with_trace=False)) for label, folder in points]
         failed = sorted(

@@ -22,7 +22,7 @@ from gems.utils.tables import printable
 from jobs.batch.output import report
 from jobs.diagnosis.evidence import log_paths
 from jobs.status.lookup import find_one_run
-from jobs.status.run_status import WAITING, format_start, read_status, run_statuses
+from jobs.status.run_status import WAITING, read_status, run_statuses
 
 FOLLOW = "-f"
 LINES = 100
@@ -116,13 +116,13 @@ class Tail:
             size = self.path.stat().st_size
             with self.path.open("rb") as file:
                 at = size
-                found = 0
+                num_read = 0
                 line_end = size
-                while at > 0 and found <= num_lines and line_end - at < MAX_LINE_BYTES:
+                while at > 0 and num_read <= num_lines and line_end - at < MAX_LINE_BYTES:
                     at = max(0, at - CHUNK_BYTES)
                     file.seek(at)
                     chunk = file.read(CHUNK_BYTES)[: size - at]
-                    found += count(chunk)
+                    num_read += count(chunk)
                     line_end = at if LINE_END.search(chunk) else line_end
                     size = at
             if at > 0:
@@ -196,8 +196,8 @@ class _Printer:
         return sum(map(self._is_wanted, LINE_END.split(chunk)[:-1:2]))
 
     def _is_wanted(self, line: bytes) -> bool:
-        found = RANK_LABEL.match(line)
-        return self._rank is None or (found is not None and int(found[1]) == self._rank)
+        label = RANK_LABEL.match(line)
+        return self._rank is None or (label is not None and int(label[1]) == self._rank)
 
 
 class _Watch:
@@ -226,14 +226,7 @@ class _Watch:
 
     def line(self) -> str:
         """Describe the state of the run."""
-        start = self._seen.start_utc
-        notes = [
-            self._seen.note,
-            f"starts about {format_start(start)}" if start is not None else "",
-        ]
-        words = (
-            f"{self._seen.folder.path.name} is {self._seen.state}: {', '.join(filter(None, notes))}"
-        )
+        words = f"{self._seen.folder.path.name} is {self._seen.state}: {self._seen.reason}"
         return printable(words).rstrip(": ")
 
     def _query(self, folder: RunFolder) -> None:

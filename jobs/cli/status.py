@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 
 from gems.cli.framework import Options, print_json
 from gems.errors import ConfigError
 from gems.utils.tables import RIGHT, printable, table, terminal_width, wrapped
 from jobs.status.lookup import Overview, find_runs, overview
-from jobs.status.run_status import RunStatus, format_start
+from jobs.status.run_status import RunStatus, describe_states
 
 COLUMNS = {
     "run": "",
@@ -38,16 +38,16 @@ def status(words: Sequence[str], options: Options) -> int:
         ConfigError: no such run or study, or an interval that is none.
     """
     every_s = _interval_s(options)
-    found = find_runs(words)
+    catalogue = find_runs(words)
     pause = threading.Event()
     try:
         while True:
-            seen = overview(found)
+            seen = overview(catalogue)
             _show(seen, options, is_watching=every_s is not None)
             if every_s is None or not seen.is_active:
                 return 0
             pause.wait(every_s)
-            found = find_runs(words)
+            catalogue = find_runs(words)
     except KeyboardInterrupt:
         if every_s is None:
             raise
@@ -58,58 +58,58 @@ def status_table(seen: Overview, *, with_points: bool = False, width: int = 0) -
     """Return the table with notes on what is guessed; `width` limits its lines unless it is 0."""
     rows = [_row(run, run.folder.path.name) for run in seen.runs]
     for study in seen.studies:
-        counts = ", ".join(f"{number} {state}" for state, number in sorted(study.counts.items()))
-        rows.append(
-            (
-                study.record.name,
-                study.state,
-                "",
-                "",
-                "",
-                "",
-                "",
-                f"study of {len(study.points)}: {counts}",
-            )
-        )
-        for label, run in study.points if with_points else ():
-            rows.append(_row(run, f"  {label}"))
+        counts = describe_states(run.state for _, run in study.points)
+        note = f"study of {len(study.points)}: {counts}"
+        rows.append({"run": study.record.name, "state": study.state, "note": note})
+        rows += [_row(run, f"  {label}") for label, run in study.points if with_points]
     notes = [f"no answer: {error}" for error in seen.errors]
     runs = seen.all_runs()
     if guessed := sorted({run.source for run in runs if run.is_guess}):
         notes.append(f"?  the state is judged by {' and '.join(guessed)} alone")
     if steps := sorted({run.sources["step"] for run in runs if "step" in run.sources}):
         notes.append(f"~  the step is from {' and '.join(steps)}, for lack of progress.json")
-    return "\n".join([_narrow(rows, width) or table(COLUMNS, rows, width=width), *notes])
+    return "\n".join([_table(rows, width), *notes])
 
 
-def _narrow(rows: Sequence[tuple[str, ...]], width: int) -> str | None:
-    """Return a table whose names and notes have lines of their own.
+def _table(rows: Sequence[Mapping[str, str]], width: int) -> str:
+    """Return a table of rows by column.
 
-    None if it fits with them beside the rest.
+    If it is wider than `width`, names and notes have lines of their own.
     """
-    if not width or max(map(len, table(COLUMNS, rows, width=width).splitlines())) <= width:
-        return None
-    columns = {name: spec for name, spec in COLUMNS.items() if name not in ("run", "note")}
-    head, *lines = table(columns, [row[1:-1] for row in rows], indent=INDENT).splitlines()
+    text = table(COLUMNS, _cells(COLUMNS, rows), width=width)
+    if not width or max(map(len, text.splitlines())) <= width:
+        return text
+    columns = {name: form for name, form in COLUMNS.items() if name not in ("run", "note")}
+    head, *lines = table(columns, _cells(columns, rows), indent=INDENT).splitlines()
     shown = ["run", head]
     for row, line in zip(rows, lines, strict=True):
-        note = [wrapped(printable(row[-1]), " " * INDENT, width)] if row[-1] else []
-        shown += [printable(row[0]), line, *note]
+        note = [wrapped(printable(row["note"]), " " * INDENT, width)] if row["note"] else []
+        shown += [printable(row["run"]), line, *note]
     return "\n".join(shown)
 
 
-def _row(run: RunStatus, name: str) -> tuple[str, ...]:
-    step = "" if run.step is None else f"{run.step}/{'?' if run.steps is None else run.steps}"
-    note = run.note
-    if run.state == "pending" and run.start_utc is not None:
-        note = f"{note}, starts about {format_start(run.start_utc)}".removeprefix(", ")
-    note = "; ".join(text for text in (note, run.error, run.layout_note) if text)
-    rate = "" if run.images_per_s is None else f"{run.images_per_s:.4g}"
-    loss = "" if run.loss is None else f"{run.loss:.4f}"
-    age = "" if run.age_s is None else f"{run.age_s:.0f} s"
-    state = f"{run.state}?" if run.is_guess else run.state
-    step = f"~{step}" if "step" in run.sources else step
-    return name, state, run.job_id or "", step, rate, loss, age, note
+def _cells(columns: Iterable[str], rows: Iterable[Mapping[str, str]]) -> list[tuple[str, ...]]:
+    return [tuple(row.get(name, "") for name in columns) for row in rows]
+
+
+def _row(run: RunStatus, name: str) -> dict[str, str]:
+    """Return the cells of a run by column; those without a value are left out."""
+    row = {
+        "run": name,
+        "state": f"{run.state}?" if run.is_guess else run.state,
+        "job": run.job_id or "",
+        "note": "; ".join(filter(None, (run.reason, run.error, run.layout_note))),
+    }
+    if run.step is not None:
+        mark = "~" if "step" in run.sources else ""
+        row["step"] = f"{mark}{run.step}/{'?' if run.steps is None else run.steps}"
+    if run.images_per_s is not None:
+        row["images/s"] = f"{run.images_per_s:.4g}"
+    if run.loss is not None:
+        row["loss"] = f"{run.loss:.4f}"
+    if run.age_s is not None:
+        row["beat"] = f"{run.age_s:.0f} s"
+    return row
 
 
 def _show(seen: Overview, options: Options, *, is_watching: bool) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from jobs.preflight.cost import DRY_RUN, YES, describe_cost, is_confirmed
 from jobs.schedulers.scheduler import scheduler_for
 from jobs.status.cancellation import cancel_all
 from jobs.status.lookup import StudyRecord, find_named
-from jobs.status.run_status import ACTIVE, RunStatus, run_statuses
+from jobs.status.run_status import ACTIVE, RunStatus, describe_states, run_statuses
 from jobs.studies.points import GROUP, Point, compose_points, read_study, study_name
 from jobs.studies.runner import HELD_BACK, StudyRunner
 
@@ -71,8 +70,7 @@ def study(words: Sequence[str], options: Options) -> int:
     if not is_confirmed([job_spec(point.spec) for point in due], assume_yes=YES in options.flags):
         report("nothing is submitted")
         return 1
-    counts = Counter(state for _, _, state in seen)
-    listed = ", ".join(f"{number} {state}" for state, number in sorted(counts.items()))
+    listed = describe_states(state for _, _, state in seen)
     report(f"study {name}: {len(seen)} points ({listed}); {len(due) or 'nothing'} to run")
     record.begin([(point.label, point.folder.path) for point in points])
     runner = StudyRunner(points, record, due)

@@ -24,7 +24,7 @@ from jobs.diagnosis.node_blocklist import NodeBlocklist
 from jobs.launch.launch import JSON, STDERR, STDOUT, launch
 from jobs.launch.launch import collect as collect_run
 from jobs.launch.submission import prepare_here, submit_chain, submit_run
-from jobs.preflight.checks import passed, preflight, show
+from jobs.preflight.checks import Check, passed, preflight, show
 from jobs.preflight.cost import DRY_RUN, FORCE, YES
 from jobs.schedulers.scheduler import scheduler_for
 from jobs.status.job_record import gone_verifier, read_chain
@@ -93,12 +93,25 @@ def submit(spec: RunSpec, options: Options) -> int:
             )
     job = replace(job, after=_job_to_await(job.runs_dir, options))
     check_limits(job, spec.machine.host_bytes)
+    is_forced = FORCE in options.flags
+    folder = RunFolder.of(spec)
     if DRY_RUN in options.flags:
-        _show(spec, job, options)
+        argv = command(job, folder)
+        script = _script(job, folder) if job.is_batch else None
+        here = is_on_site(job.cluster)
+        checks = passed(preflight(spec, job, script, partial(evaluate, spec), here=here))
+        _show(job, folder, argv, script, checks, options)
         return 0
     if job.is_batch:
-        return _submit_job(spec, job, options, num_jobs)
-    folder = prepare_here(spec, job, force=FORCE in options.flags)
+        if _has_finished(folder, spec.train):
+            return _show_finished(folder, options)
+        is_sure = YES in options.flags
+        submitted = submit_run(spec, job, assume_yes=is_sure, force=is_forced, num_jobs=num_jobs)
+        if submitted is None:
+            return 1
+        _show_submitted(job, folder, *submitted, num_jobs, options)
+        return 0
+    folder = prepare_here(spec, job, force=is_forced)
     code = launch(folder, spec, summary=STDERR if options.json else STDOUT)
     if options.json:
         print_json({**folder.read_status(), "run_folder": str(folder.path)})
@@ -127,16 +140,24 @@ def _job_to_await(runs_dir: str, options: Options) -> str | None:
     return (read_chain(folder) or [run.job_id])[-1]
 
 
-def _show(spec: RunSpec, job: JobSpec, options: Options) -> None:
-    folder = RunFolder.of(spec)
-    argv = command(job, folder)
+def _script(job: JobSpec, folder: RunFolder) -> str:
+    """Return the batch script, and report what a user should know of its submission."""
     scheduler = scheduler_for(job.cluster)
-    script = scheduler.script(job, folder) if job.is_batch else None
-    for note in scheduler.notes(script) if script is not None else ():
+    script = scheduler.script(job, folder)
+    for note in scheduler.notes(script):
         report(note)
-    checks = passed(
-        preflight(spec, job, script, partial(evaluate, spec), here=is_on_site(spec.cluster))
-    )
+    return script
+
+
+def _show(
+    job: JobSpec,
+    folder: RunFolder,
+    argv: Sequence[str],
+    script: str | None,
+    checks: Sequence[Check],
+    options: Options,
+) -> None:
+    """Show what would be submitted, or run here if there is no script."""
     if options.json:
         names = (
             "nodes",
@@ -186,16 +207,15 @@ def _show_finished(folder: RunFolder, options: Options) -> int:
     return 0
 
 
-def _submit_job(spec: RunSpec, job: JobSpec, options: Options, num_jobs: int) -> int:
-    is_sure = YES in options.flags
-    is_forced = FORCE in options.flags
-    folder = RunFolder.of(spec)
-    if _has_finished(folder, spec.train):
-        return _show_finished(folder, options)
-    submitted = submit_run(spec, job, assume_yes=is_sure, force=is_forced, num_jobs=num_jobs)
-    if submitted is None:
-        return 1
-    job_id, checks = submitted
+def _show_submitted(
+    job: JobSpec,
+    folder: RunFolder,
+    job_id: str,
+    checks: Sequence[Check],
+    num_jobs: int,
+    options: Options,
+) -> None:
+    """Submit the other jobs of the chain, and print what was submitted."""
     chain = submit_chain(job, folder, job_id, num_jobs) if num_jobs > 1 else [job_id]
     if options.json:
         print_json(
@@ -207,7 +227,7 @@ def _submit_job(spec: RunSpec, job: JobSpec, options: Options, num_jobs: int) ->
                 "preflight": [check.to_dict() for check in checks],
             }
         )
-        return 0
+        return
     show(checks)
     if (note := NodeBlocklist(folder.path.parent).note(job.cluster.name)) is not None:
         report(note)
@@ -216,4 +236,3 @@ def _submit_job(spec: RunSpec, job: JobSpec, options: Options, num_jobs: int) ->
         print(f"chain   {', '.join(chain)}, each after the one before, until the steps are done")
     for what, words in (("follow", "logs -f"), ("state ", "status")):
         print(f"{what}  gems-jobs {words} {shlex.quote(str(folder.path))}")
-    return 0

@@ -294,14 +294,14 @@ class Finding:
 
 def scan_lines(lines: Iterable[str], source: str) -> list[Finding]:
     """Return the findings in a log's lines, at most MAX_PER_CAUSE of each cause, in their order."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     counts: Counter[tuple[FailureCause, bool]] = Counter()
     for finding in filter(None, (scan_line(line, source) for line in lines)):
         key = finding.cause, finding.may_follow
         counts[key] += 1
         if counts[key] <= MAX_PER_CAUSE:
-            found.append(finding)
-    return found
+            findings.append(finding)
+    return findings
 
 
 def scan_line(line: str, source: str) -> Finding | None:

@@ -109,21 +109,21 @@ class Evidence(RankEvidence):
             _from_silence,
             _from_status,
         )
-        found = [finding for source in sources for finding in source(self)]
+        findings = [finding for source in sources for finding in source(self)]
         has_record = bool(self.records)
         has_begun = self.has_trained
         for finding in self.log_findings:
             if finding.cause in START_CAUSES and has_begun:
-                found.append(replace(finding, cause=FailureCause.KILLED, may_follow=True))
+                findings.append(replace(finding, cause=FailureCause.KILLED, may_follow=True))
             elif finding.cause is not FailureCause.EXCEPTION:
-                found.append(finding)
+                findings.append(finding)
             elif not has_record:  # else it is the traceback of a record
-                found.append(replace(finding, may_follow=True))
+                findings.append(replace(finding, may_follow=True))
         if not self.is_killed:
-            return found
+            return findings
         return [
             replace(each, is_consequence=True) if each.cause not in BEHIND_KILLS else each
-            for each in found
+            for each in findings
         ]
 
     @property
@@ -140,8 +140,8 @@ class Evidence(RankEvidence):
 
 def log_paths(folder: RunFolder) -> list[Path]:
     """Return the log of the ranks and the newest of the batch system's own, those that exist."""
-    found = (path for pattern in BATCH_LOGS for path in folder.logs.glob(pattern))
-    batch = sorted((path.stat().st_mtime_ns, path) for path in found if path.is_file())
+    logs = (path for pattern in BATCH_LOGS for path in folder.logs.glob(pattern))
+    batch = sorted((path.stat().st_mtime_ns, path) for path in logs if path.is_file())
     return [
         path
         for path in (folder.logs / "ranks.log", *(path for _, path in batch[-1:]))
@@ -222,10 +222,10 @@ def _from_script(evidence: Evidence) -> Iterator[Finding]:
     ):
         return
     script = folder.logs / f"{JobId.parse(evidence.run.job_id).local}_submission.sh"
-    found = {line[1]: line[2] for line in SCRIPT_LINE.finditer("\n".join(read_lines(script)))}
+    lines = {line[1]: line[2] for line in SCRIPT_LINE.finditer("\n".join(read_lines(script)))}
     with contextlib.suppress(ValueError):
         output, program = (
-            next(iter(shlex.split(found.get(name, ""))), "") for name in (OUTPUT, EXEC)
+            next(iter(shlex.split(lines.get(name, ""))), "") for name in (OUTPUT, EXEC)
         )
         before = Path(output).parent
         if output and before != folder.logs and not before.is_dir():
@@ -268,18 +268,20 @@ def _from_failure(evidence: Evidence) -> Iterator[Finding]:
     if failure.rank is None and failure.node is None:
         return
     words = f"{failure.what}: {failure.cause}" if failure.cause else failure.what
-    found = Finding(failure.cause_class, "logs/ranks.log", words, None, failure.rank, failure.node)
+    finding = Finding(
+        failure.cause_class, "logs/ranks.log", words, None, failure.rank, failure.node
+    )
     if failure.exit_code == StalledError.exit_code:
         times = (utc_ns(record.get("utc")) for record in evidence.records)
         first_ns = min((time for time in times if time is not None), default=None)
         source = "STALLED.json" if evidence.stall else "heartbeats"
-        yield replace(found, source=source, time_ns=utc_ns(evidence.stall.get("utc")) or first_ns)
+        yield replace(finding, source=source, time_ns=utc_ns(evidence.stall.get("utc")) or first_ns)
     elif evidence.is_killed:
         yield replace(
-            found, may_follow=failure.signal in BY_OTHERS and found.cause is FailureCause.KILLED
+            finding, may_follow=failure.signal in BY_OTHERS and finding.cause is FailureCause.KILLED
         )
     elif not evidence.records:
-        yield replace(found, may_follow=found.cause is FailureCause.EXCEPTION)
+        yield replace(finding, may_follow=finding.cause is FailureCause.EXCEPTION)
 
 
 def _from_silence(evidence: Evidence) -> Iterator[Finding]:

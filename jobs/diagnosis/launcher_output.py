@@ -128,29 +128,29 @@ class LauncherOutput:
             self._is_cleanup = True
         elif MEMORY_EVENT.search(line):
             self.memory_event = line
-        elif found := SRUN_TASK.search(line):
-            what = re.sub(r" \(core dumped\)$", "", found["what"]).strip()
+        elif match := SRUN_TASK.search(line):
+            what = re.sub(r" \(core dumped\)$", "", match["what"]).strip()
             code = re.match(r"Exited with exit code (\d+)", what)
             killed_by = _SIGNALS.get(what)
             exit_code = int(code[1]) if code else None
             reason = None if code or killed_by else what
-            ranks = _numbers(found["ranks"])
+            ranks = _numbers(match["ranks"])
             self._add(
-                *(Death(rank, None, found["node"], killed_by, exit_code, reason) for rank in ranks)
+                *(Death(rank, None, match["node"], killed_by, exit_code, reason) for rank in ranks)
             )
-        elif found := HYDRA_TABLE.search(line):
+        elif match := HYDRA_TABLE.search(line):
             # Wait statuses in rank order. Hydra kills the others, so a rank that ended by exit()
             # did so before.
             self._statuses = [
-                int(word) for word in re.findall(r"\d+", re.sub(r"\[[^\]]*\]", " ", found["table"]))
+                int(word) for word in re.findall(r"\d+", re.sub(r"\[[^\]]*\]", " ", match["table"]))
             ]
             deaths = [self.death(rank) for rank in range(len(self._statuses))]
             self._deaths[:0] = [death for death in deaths if death.exit_code]
-        elif found := OPEN_MPI_WHO.search(line):
-            self._open_mpi_rank = int(found["exited"] or found["aborted"])
-        elif found := OPEN_MPI_CODE.search(line):
+        elif match := OPEN_MPI_WHO.search(line):
+            self._open_mpi_rank = int(match["exited"] or match["aborted"])
+        elif match := OPEN_MPI_CODE.search(line):
             if self._open_mpi_rank is not None:
-                self._add(Death(self._open_mpi_rank, exit_code=int(found["code"])))
+                self._add(Death(self._open_mpi_rank, exit_code=int(match["code"])))
         elif fields := _fields(DEATHS, line):
             is_kernel = fields.keys() == {"pid"}
             self._add(
@@ -189,8 +189,8 @@ def _as_signal(death: Death) -> Death:
 
 def _fields(patterns: tuple[re.Pattern[str], ...], line: str) -> dict[str, Any]:
     """Return the groups of the first pattern that matches, numbers as such; empty if none does."""
-    found = next((found for pattern in patterns if (found := pattern.search(line))), None)
-    groups = found.groupdict() if found is not None else {}
+    match = next((match for pattern in patterns if (match := pattern.search(line))), None)
+    groups = match.groupdict() if match is not None else {}
     return {
         key: text if key in ("node", "reason") else int(text)
         for key, text in groups.items()

@@ -69,9 +69,9 @@ class NodeBlocklist:
 
         Others' nodes may have the same names.
         """
-        found = map(_parse, read_or_empty(self.path).get("nodes", ()))
+        rows = map(_parse, read_or_empty(self.path).get("nodes", ()))
         return tuple(
-            entry for entry in found if entry is not None and cluster in (None, entry.cluster)
+            entry for entry in rows if entry is not None and cluster in (None, entry.cluster)
         )
 
     def blocked(self, cluster: str) -> tuple[BlockedNode, ...]:

@@ -155,19 +155,19 @@ def diagnose_run(folder: RunFolder, *, with_trace: bool = True) -> Diagnosis:
     """
     evidence = Evidence(folder, with_trace=with_trace)
     run = evidence.run
-    found = evidence.findings()
+    findings = evidence.findings()
     if (cause := RUN_STATES.get(run.state)) is not None:
         finding = Finding(
             cause, run.source, run.note or str(evidence.stop.get("reason") or run.state)
         )
         is_open = cause in (FailureCause.FINISHED, FailureCause.WAITING)
-        return _diagnosis(evidence, finding, [] if is_open else found)
-    decisive = judge(found) or Finding(
+        return _diagnosis(evidence, finding, [] if is_open else findings)
+    decisive = judge(findings) or Finding(
         FailureCause.UNKNOWN, run.source, run.note or evidence.failure.describe()
     )
     # Of those with the same cause, prefer one that has a clock and a rank: a log's lines are not in
     # order of time.
-    same = [each for each in found if each.cause is decisive.cause]
+    same = [each for each in findings if each.cause is decisive.cause]
     recorded = [each for each in same if each.source.startswith("FAILED") and not each.may_follow]
     with_rank = next((each for each in same if each.rank is not None), None)
     if decisive.time_ns is None and recorded:
@@ -179,7 +179,7 @@ def diagnose_run(folder: RunFolder, *, with_trace: bool = True) -> Diagnosis:
     ):
         decisive = replace(decisive, rank=with_rank.rank, node=decisive.node or with_rank.node)
     node = decisive.node or next((each.node for each in same if each.node is not None), None)
-    return _diagnosis(evidence, replace(decisive, node=node), found)
+    return _diagnosis(evidence, replace(decisive, node=node), findings)
 
 
 def judge(findings: Iterable[Finding]) -> Finding | None:
@@ -191,12 +191,14 @@ def judge(findings: Iterable[Finding]) -> Finding | None:
     one, and the scheduler's orders after them.
     """
     every = list(findings)
-    found = [finding for finding in every if not finding.is_consequence] or every
+    candidates = [finding for finding in every if not finding.is_consequence] or every
     # SLURM reports a lost node minutes after the ranks began to wait
-    if any(finding.cause is FailureCause.NODE for finding in found):
-        found = [finding for finding in found if finding.cause is not FailureCause.STALLED]
+    if any(finding.cause is FailureCause.NODE for finding in candidates):
+        candidates = [
+            finding for finding in candidates if finding.cause is not FailureCause.STALLED
+        ]
 
-    certain = [finding for finding in found if not finding.may_follow]
+    certain = [finding for finding in candidates if not finding.may_follow]
 
     def order(finding: Finding) -> tuple[float, int]:
         cause = finding.cause
@@ -207,7 +209,7 @@ def judge(findings: Iterable[Finding]) -> Finding | None:
         )  # consequences have no order
         return time, BY_SPECIFICITY.index(cause) if cause in BY_SPECIFICITY else len(BY_SPECIFICITY)
 
-    return min(certain or found, key=order, default=None)
+    return min(certain or candidates, key=order, default=None)
 
 
 def record_diagnosis(diagnosis: Diagnosis) -> None:
@@ -254,7 +256,7 @@ def record_diagnosis(diagnosis: Diagnosis) -> None:
         report(f"{entry.describe()}; {excludes}")
 
 
-def _diagnosis(evidence: Evidence, finding: Finding, found: list[Finding]) -> Diagnosis:
+def _diagnosis(evidence: Evidence, finding: Finding, findings: list[Finding]) -> Diagnosis:
     cause = finding.cause
     rank = finding.rank
     node = finding.node
@@ -273,7 +275,7 @@ def _diagnosis(evidence: Evidence, finding: Finding, found: list[Finding]) -> Di
     rss_bytes = record.get("rss_bytes")
     if rss_bytes is None and job is not None and cause is FailureCause.HOST_MEMORY:
         rss_bytes = job.max_rss_bytes
-    is_blamed = evidence.is_batch and _is_node_fault(finding, found)
+    is_blamed = evidence.is_batch and _is_node_fault(finding, findings)
     return Diagnosis(
         evidence.folder,
         cause,
@@ -295,7 +297,7 @@ def _diagnosis(evidence: Evidence, finding: Finding, found: list[Finding]) -> Di
         job_id=evidence.run.job_id,
         blamed_node=(node or None) if is_blamed else None,
         advice=advise(cause, finding.text, node, evidence),
-        evidence=_listed(evidence, [finding, *found]),
+        evidence=_listed(evidence, [finding, *findings]),
         query_errors=evidence.errors,
     )
 
@@ -307,13 +309,13 @@ def _waits_for(evidence: Evidence) -> str | None:
     return next(filter(None, (each.get("waits_for") for each in records)), None)
 
 
-def _is_node_fault(finding: Finding, found: Iterable[Finding]) -> bool:
+def _is_node_fault(finding: Finding, findings: Iterable[Finding]) -> bool:
     """Return whether the node is at fault; a file error that several nodes met is that of none."""
     if finding.cause in (FailureCause.NODE, FailureCause.DEVICE):
         return True
     if finding.cause is not FailureCause.FILE_SYSTEM or not NODE_FILE_ERRORS.search(finding.text):
         return False
-    return len({each.node for each in found if each.cause is finding.cause} - {None}) == 1
+    return len({each.node for each in findings if each.cause is finding.cause} - {None}) == 1
 
 
 def _listed(evidence: Evidence, findings: list[Finding]) -> tuple[Finding, ...]:
@@ -405,4 +407,8 @@ def _device_memory(evidence: Evidence) -> str:
     """Return the advice of the rank that ran out of memory, or else that for its configuration."""
     advice = ((each.get("memory") or {}).get("advice") for each in evidence.records)
     told: list[str] | None = next(filter(None, advice), None)
-    return "\n".join(told or device_memory_remedies(evidence.spec))
+    if told:
+        return "\n".join(told)
+    spec = evidence.spec
+    sections = (None, None) if spec is None else (spec.memory, spec.parallel)
+    return "\n".join(device_memory_remedies(*sections))

@@ -154,7 +154,8 @@ class Recovery:
         own = folder.read_own_spec()
         now = folder.read_spec()
         if own.cluster.nodes != now.cluster.nodes and len(own_nodes()) >= (own.cluster.nodes or 1):
-            folder.add_layout(1, own, "the job has as many nodes again", _who())
+            why = "the job has as many nodes again"
+            folder.add_layout(1, own.layout, own.cluster.nodes, why, _who())
 
     @contextlib.contextmanager
     def deputy(self, job: JobSpec, nodes: Sequence[str]) -> Iterator[None]:

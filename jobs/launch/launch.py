@@ -412,17 +412,17 @@ def show_placement(folder: RunFolder, out: IO[str] | None, as_json: bool) -> int
 
     The check has failed if the first rank left no placement.
     """
-    found = read_json(folder.result_json)
-    if not found:
+    placement = read_json(folder.result_json)
+    if not placement:
         report(f"no rank of the probe {folder.path} has answered")
         return RankFailedError.exit_code
     if as_json:
-        print_json(found)
+        print_json(placement)
         return 0
     gpus = "none asked for"
-    if found["gpus_on_node"]:
-        gpus = found["visible_gpus"] or "those of its node"
-    ranks = f"{found['num_ranks']} ranks on {found['num_nodes']} nodes are where the run wants them"
-    rank_0 = f"rank 0 is on {found['node']} and sees GPUs: {gpus}"
-    print(f"probe   {ranks}; {rank_0}", file=out, flush=True)
+    if placement["gpus_on_node"]:
+        gpus = placement["visible_gpus"] or "those of its node"
+    ranks = f"{placement['num_ranks']} ranks on {placement['num_nodes']} nodes"
+    rank_0 = f"rank 0 is on {placement['node']} and sees GPUs: {gpus}"
+    print(f"probe   {ranks} are where the run wants them; {rank_0}", file=out, flush=True)
     return 0

@@ -91,7 +91,12 @@ def preflight(
     )
     yield Check("configuration", True, counts)
     folder = RunFolder.of(spec)
-    yield _check("folder", lambda: _check_folder(folder, spec, job))
+
+    def look_at_folder() -> Outcome:
+        check_folder(folder, spec)
+        return _check_storage(folder, spec.runs_dir, job.is_batch)
+
+    yield _check("folder", look_at_folder)
     if job.is_batch and script is not None:
         yield from site_checks(job, script, spec.machine.host_bytes, here=here)
         limit = job.cluster.confirm_above_gpu_hours
@@ -212,11 +217,10 @@ def _check_limits(job: JobSpec, host_bytes: int | None, here: bool) -> Outcome:
     return f"within the preset's {limits} limits" if limits else (None, "the preset has none")
 
 
-def _check_folder(folder: RunFolder, spec: RunSpec, job: JobSpec) -> Outcome:
-    check_folder(folder, spec)
-    storage = find_storage(folder, spec.runs_dir)
-    text = check_free_space(spec.runs_dir, storage)
-    if not job.is_batch or storage.is_shared:
+def _check_storage(folder: RunFolder, runs_dir: str, is_batch: bool) -> Outcome:
+    storage = find_storage(folder, runs_dir)
+    text = check_free_space(runs_dir, storage)
+    if not is_batch or storage.is_shared:
         return text
     if storage.is_shared is False:
         return False, f"{text}; compute nodes cannot see it, for it is in this machine's memory"

@@ -112,15 +112,15 @@ class NodeCheck:
         """
         if not self._said:
             return {}
-        found = {node: fault for node in self._nodes if (fault := self._fault(node)) is not None}
+        faults = {node: fault for node in self._nodes if (fault := self._fault(node)) is not None}
         # both ends of a link that fails are suspects; the one that more nodes cannot reach is at
         # fault
         alive = [node for node in self._nodes if node in self._said]
         for node, fault in self._links.items():
-            if fault is not None and node not in found and len(alive) > 1:
+            if fault is not None and node not in faults and len(alive) > 1:
                 to = alive[(alive.index(node) + 1) % len(alive)]
-                found.setdefault(to, f"{node} gets no answer from it: {fault}")
-        return found
+                faults.setdefault(to, f"{node} gets no answer from it: {fault}")
+        return faults
 
     def _fault(self, node: str) -> str | None:
         said = self._said.get(node)

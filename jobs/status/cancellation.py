@@ -33,21 +33,24 @@ REFUSED = "refused"
 Result = tuple[RunFolder, str, str]  # a run, its result, and the reason
 
 
-def cancel_all(found: Catalogue, *, as_json: bool) -> int:
+def cancel_all(catalogue: Catalogue, *, as_json: bool) -> int:
     """Cancel everything that is active and print the result of each run.
 
     Return 1 if a cancellation was refused or a run has not ended yet. A cancelled study starts no
     more points, because its command checks for the mark before each point.
     """
-    notes = [note for study in found.studies if (note := _stop_study(study))]
+    notes = [note for study in catalogue.studies if (note := _stop_study(study))]
     results: list[Result] = []
     jobs: list[RunStatus] = []
     here: list[RunStatus] = []
     points = [
-        folder for study in found.studies for _, folder in study.points() if folder.path.is_dir()
+        folder
+        for study in catalogue.studies
+        for _, folder in study.points()
+        if folder.path.is_dir()
     ]
     for run in run_statuses(
-        list({folder.path: folder for folder in (*found.runs, *points)}.values())
+        list({folder.path: folder for folder in (*catalogue.runs, *points)}.values())
     ).runs:
         if not run.is_active:
             results.append((run.folder, LEFT, f"it is {run.state}"))
@@ -69,7 +72,7 @@ def cancel_all(found: Catalogue, *, as_json: bool) -> int:
             for folder, outcome, why in results
         ]
         print_json(
-            {"runs": rows, "studies": [study.name for study in found.studies], "notes": notes}
+            {"runs": rows, "studies": [study.name for study in catalogue.studies], "notes": notes}
         )
     else:
         lines = [

@@ -152,15 +152,19 @@ def gone_verifier(*, force: bool = False, find: Find | None = None) -> Verify:
             what = "it is being submitted" if is_submitting else "a run goes on there"
             raise in_use(folder, f"{what} (process {owner.pid})", "wait for it, or change name=")
         doubt = None
-        found = None
+        submitted = None
         active = None
         try:
             # the owner may already have the job's number, because status.json is written later
             if record.is_submission_of(owner):
-                found = complete_submissions([folder]).get(owner.token)
-            own = owner.job_id if found is None else record.own_number(found)
+                submitted = complete_submissions([folder]).get(owner.token)
+            own = owner.job_id if submitted is None else record.own_number(submitted)
             for job_id in dict.fromkeys(filter(None, (own, *chain))):
-                job = found if found is not None and found.job_id == job_id else look_up(job_id)
+                job = (
+                    submitted
+                    if submitted is not None and submitted.job_id == job_id
+                    else look_up(job_id)
+                )
                 if job is not None and job.is_active:
                     active = job_id
                     break
@@ -178,7 +182,7 @@ def gone_verifier(*, force: bool = False, find: Find | None = None) -> Verify:
             )
             why = f"belongs to {whose}, and nobody can tell whether it has ended ({doubt})"
             raise in_use(folder, why, UNSURE)
-        if owner.job_id is None and owner.is_alive_here is None and found is None:
+        if owner.job_id is None and owner.is_alive_here is None and submitted is None:
             _check_other_host(folder, owner, force)
 
     return verify
@@ -226,10 +230,10 @@ def complete_submissions(folders: Sequence[RunFolder]) -> dict[str, Job]:
                 tokens[owner.token] = record.system
                 if owner.is_alive_here is False:
                     _await_submission(owner.token)
-    found = find_submitted(tokens)
+    submitted = find_submitted(tokens)
     for path, owner in owners.items():
-        if owner.token in found:
-            job = found[owner.token]
+        if owner.token in submitted:
+            job = submitted[owner.token]
             folder = RunFolder(path)
             with contextlib.suppress(OSError):  # the folder may belong to another user
                 job_id = JobRecord.read(folder).own_number(job)
@@ -239,7 +243,7 @@ def complete_submissions(folders: Sequence[RunFolder]) -> dict[str, Job]:
                     )
                 name_submission(folder.logs, owner.token, job_id)
                 record_submission(folder, owner, job_id)
-    return found
+    return submitted
 
 
 def record_submission(

@@ -227,14 +227,13 @@ def find_runs(words: Sequence[str], *, allows_several: bool = True) -> Catalogue
     runs: dict[Path, RunFolder] = {}
     studies: dict[Path, StudyRecord] = {}
     for name in names:
-        paths = (runs_dir / name, Path(name).resolve())
-        if (
-            found := next((path for path in paths if _is_run(path) or _is_study(path)), None)
-        ) is not None:
-            if _is_run(found):
-                runs[found] = RunFolder(found)
+        places = (runs_dir / name, Path(name).resolve())
+        path = next((place for place in places if _is_run(place) or _is_study(place)), None)
+        if path is not None:
+            if _is_run(path):
+                runs[path] = RunFolder(path)
             else:
-                studies[found] = StudyRecord(found)
+                studies[path] = StudyRecord(path)
             continue
         problem = f"is no run and no study of {runs_dir}"
         advice = "another folder of runs: runs_dir=FOLDER"
@@ -243,7 +242,7 @@ def find_runs(words: Sequence[str], *, allows_several: bool = True) -> Catalogue
             raise ConfigError(
                 "run", name, "names several runs", ", ".join(path.name for path in same)
             )
-        runs |= {path: RunFolder(path) for path in same}
+        runs |= {each: RunFolder(each) for each in same}
     return Catalogue(tuple(runs.values()), tuple(studies.values()))
 
 
@@ -265,11 +264,11 @@ def find_one_run(words: Sequence[str], verb: str) -> RunFolder:
     names = split_runs_dir(words)[1]
     if len(names) != 1:
         raise ConfigError(verb, " ".join(names) or "none", "takes one run", f"gems-jobs {verb} RUN")
-    found = find_runs(words, allows_several=False)
-    if found.studies:
-        points = ", ".join(folder.path.name for _, folder in found.studies[0].points())
+    catalogue = find_runs(words, allows_several=False)
+    if catalogue.studies:
+        points = ", ".join(folder.path.name for _, folder in catalogue.studies[0].points())
         raise ConfigError(verb, names[0], "is a study", f"name one of its runs: {points}")
-    return found.runs[0]
+    return catalogue.runs[0]
 
 
 def split_runs_dir(words: Sequence[str]) -> tuple[Path, list[str]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
@@ -104,6 +105,12 @@ class RunStatus:
         """The change that led to the run's current layout; empty if the run has its own layout."""
         last = self.layouts[-1] if self.layouts else {}
         return describe_change(last) if last.get("number", 1) != 1 else ""
+
+    @property
+    def reason(self) -> str:
+        """The note, with the estimated start of a job that waits."""
+        start = "" if self.start_utc is None else f"starts about {_format_start(self.start_utc)}"
+        return ", ".join(filter(None, (self.note, start)))
 
     @property
     def recorded_state(self) -> str:
@@ -413,7 +420,13 @@ def _gone(run: RunStatus, source: str, note: str) -> RunStatus:
     return replace(run, state=state, source=source, note=note)
 
 
-def format_start(start: datetime) -> str:
+def describe_states(states: Iterable[str]) -> str:
+    """Describe how many runs are in each state."""
+    counts = sorted(Counter(states).items())
+    return ", ".join(f"{number} {state}" for state, number in counts)
+
+
+def _format_start(start: datetime) -> str:
     """Format an estimated start in local time, without the date if it is today."""
     local = start.astimezone()
     today = datetime.now(UTC).astimezone().date()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cache, partial
@@ -28,7 +28,6 @@ from gems.plan.evaluate import evaluate
 from gems.runs.folder import RunFolder
 from gems.runs.owner import read_owner
 from gems.runs.prepare import prepare
-from gems.runs.provenance import own_code
 from jobs.batch.job import UnclearSubmissionError
 from jobs.batch.output import report
 from jobs.batch.preset_limits import check_limits, is_on_site, queue_limit
@@ -41,7 +40,7 @@ from jobs.schedulers.scheduler import scheduler_for
 from jobs.schedulers.slurm_client.site import cached_site_queries
 from jobs.status.job_record import find_among, gone_verifier, read_chain
 from jobs.status.lookup import StudyRecord
-from jobs.status.run_status import run_statuses
+from jobs.status.run_status import describe_states, run_statuses
 from jobs.studies.points import Point
 
 HELD_BACK = "waiting"
@@ -140,23 +139,22 @@ class StudyRunner:
         pause = threading.Event()
         poll_s = MIN_POLL_S
         code = 0
-        before: Counter[str] = Counter()
+        before = ""
         while not self._is_stopped:
             runs = run_statuses([point.folder for point in self._points]).runs
-            counts = Counter(run.state for run in runs)
+            states = describe_states(run.state for run in runs)
             if self._record.is_cancelled or not (
                 self.waiting or any(run.is_active for run in runs)
             ):
                 break
-            if counts != before:
-                states = ", ".join(f"{number} {state}" for state, number in sorted(counts.items()))
+            if states != before:
                 more = (
                     f", {len(self.waiting)} of them wait for a slot in the queue"
                     if self.waiting
                     else ""
                 )
                 report(f"study {self._record.name}: {states}{more}")
-                before = counts
+                before = states
                 poll_s = MIN_POLL_S
             if self.waiting:
                 code = max(code, self.run())
@@ -412,7 +410,8 @@ def _prepare(point: Point, job: JobSpec, ownership: Ownership, last: Point | Non
     """
     plan = cache(partial(evaluate, point.spec))
     passed(preflight(point.spec, job, None, plan))
-    has_same_code = last is not None and [*own_code(point.spec)] == [*own_code(last.spec)]
+    code = [*point.spec.own_code()]
+    has_same_code = last is not None and code == [*last.spec.own_code()]
     like = last.folder if last is not None and has_same_code else None
     prepare(point.spec, plan(), own=ownership.take, like=like)
 

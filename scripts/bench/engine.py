@@ -24,17 +24,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional
 
 from gems.autograd.torch_internals import TorchDispatchMode, tree_leaves
-from gems.config.schema import DataConfig, OptimizerConfig, RunSpec
+from gems.config.schema import DataConfig, OptimizerConfig
 from gems.engine.optimization.optimizer import build_optimizer
 from gems.engine.optimization.parameter_groups import NumberedLayer
-from gems.models import layers_of
+from gems.models import Layer, layers_of
 from gems.models.build import build_layers
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
@@ -215,16 +215,22 @@ def run(
     if is_alike or name.startswith(OURS):
         keep_freed_memory()  # as the ranks of a run
     spec = folder.read_spec()
-    images, labels = batch_of(spec.data, spec.parallel.global_batch)
+    training = Training(
+        layers_of(spec.model, spec.data),
+        spec.seed,
+        spec.optimizer,
+        spec.parallel.micro_batches or 1,
+        *batch_of(spec.data, spec.parallel.global_batch),
+    )
     with LiveBytes() as live:
         if name.startswith(OURS):
-            step, layers = of_ours(folder, comm, images, labels)
+            step, layers = of_ours(folder, comm, training.images, training.labels)
         elif name == THEIRS:
-            step, layers = of_torch(schedule, cuts, spec, comm, images, labels, path)
+            step, layers = of_torch(schedule, cuts, training, comm, path)
         else:
-            step, layers = peers.BUILDERS[name](schedule, cuts, spec, comm, images, labels, live)
+            step, layers = peers.BUILDERS[name](schedule, cuts, training, comm, live)
         step()
-    error = max(allgather(comm, error_of(layers, spec, images, labels)))
+    error = max(allgather(comm, error_of(layers, training)))
     timed(comm, step, num_steps)  # warms up
     found = {
         "seconds": [timed(comm, step, num_steps) for _ in range(rounds)],
@@ -235,6 +241,21 @@ def run(
     }
     if comm.rank == 0:
         write_json(folder.result_json, found)
+
+
+class Training(NamedTuple):
+    """What every contender trains, and one batch of it."""
+
+    layers: Sequence[Layer]
+    seed: int
+    optimizer: OptimizerConfig
+    micro_batches: int
+    images: Tensor
+    labels: Tensor
+
+    def modules(self, first: int, end: int) -> nn.Sequential:
+        """Build some layers."""
+        return nn.Sequential(*build_layers(self.layers, first, end, self.seed)).train()
 
 
 def batch_of(data: DataConfig, size: int) -> tuple[Tensor, Tensor]:
@@ -275,13 +296,7 @@ def of_ours(folder: RunFolder, comm: Any, images: Tensor, labels: Tensor) -> tup
 
 
 def of_torch(
-    name: str,
-    cuts: Sequence[int],
-    spec: RunSpec,
-    comm: Any,
-    images: Tensor,
-    labels: Tensor,
-    path: str,
+    name: str, cuts: Sequence[int], training: Training, comm: Any, path: str
 ) -> tuple[Step, Layers]:
     """Return the step of a schedule of torch's, and the layers of this rank."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -296,11 +311,8 @@ def of_torch(
     held = {"linear": [rank], "looped": [rank, rank + size], "v": [rank, 2 * size - 1 - rank]}[
         PLACEMENTS[name]
     ]
-    layers = layers_of(spec.model, spec.data)
-    modules = [
-        nn.Sequential(*build_layers(layers, cuts[s], cuts[s + 1], spec.seed)).train() for s in held
-    ]
-    optimizer = optimizer_of(spec.optimizer, modules)
+    modules = [training.modules(cuts[s], cuts[s + 1]) for s in held]
+    optimizer = optimizer_of(training.optimizer, modules)
     stages = [
         pipelining.PipelineStage(module, stage, num_stages, torch.device("cpu"))
         for module, stage in zip(modules, held, strict=True)
@@ -308,15 +320,15 @@ def of_torch(
     make: Any = getattr(pipelining, name)
     schedule = make(
         stages if len(stages) > 1 else stages[0],
-        spec.parallel.micro_batches,
+        training.micro_batches,
         loss_fn=functional.cross_entropy,
     )
-    inputs = [images] if 0 in held else []
+    inputs = [training.images] if 0 in held else []
     has_last = num_stages - 1 in held
 
     def step() -> None:
         optimizer.zero_grad()
-        schedule.step(*inputs, **({"target": labels, "losses": []} if has_last else {}))
+        schedule.step(*inputs, **({"target": training.labels, "losses": []} if has_last else {}))
         optimizer.step()
 
     return step, {
@@ -332,14 +344,14 @@ def optimizer_of(config: OptimizerConfig, modules: Sequence[nn.Module]) -> torch
     return build_optimizer(config, layers, len(modules))
 
 
-def error_of(layers: Layers, spec: RunSpec, images: Tensor, labels: Tensor) -> float:
+def error_of(layers: Layers, training: Training) -> float:
     """Return the error of weights after a step of one process, relative to the largest change."""
-    names = layers_of(spec.model, spec.data)
-    model = nn.Sequential(*build_layers(names, 0, len(names), spec.seed)).train()
+    model = training.modules(0, len(training.layers))
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    optimizer = optimizer_of(spec.optimizer, [model])
-    count = spec.parallel.micro_batches
-    for part, truth in zip(images.chunk(count), labels.chunk(count), strict=True):
+    optimizer = optimizer_of(training.optimizer, [model])
+    count = training.micro_batches
+    parts = training.images.chunk(count)
+    for part, truth in zip(parts, training.labels.chunk(count), strict=True):
         (functional.cross_entropy(model(part), truth) / count).backward()
     optimizer.step()
     changes = (

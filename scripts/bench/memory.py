@@ -57,7 +57,9 @@ def _traffic_row(model: str, side_px: int) -> dict[str, Any]:
     row: dict[str, Any] = {"model": model, "side_px": side_px, "batch": BATCH}
     for name in HOOKS:
         found = memory_rig.hook_traffic(
-            name, memory_rig.layer_modules(spec), torch.randn(input_spec(spec.data, BATCH).shape)
+            name,
+            memory_rig.layer_modules(spec.model, spec.data),
+            torch.randn(input_spec(spec.data, BATCH).shape),
         )
         row["unique_bytes"] = found.saved_bytes
         row[name] = _moved(row, found.moved_bytes, found.known_bytes)

@@ -244,7 +244,7 @@ def _build(way: str, model: str, side_px: int, rates: Rates) -> OneRank | PlainL
             raise ImportError("torchtune is not installed here") from error
     spec = one_rank(model, side_px, gpu_machine(**rates))
     images = [torch.randn(input_spec(spec.data, BATCH).shape, device=DEVICE) for _ in range(2)]
-    return PlainLoop(memory_rig.layer_modules(spec, DEVICE), images, way)
+    return PlainLoop(memory_rig.layer_modules(spec.model, spec.data, DEVICE), images, way)
 
 
 def _two_micro_batches() -> str:

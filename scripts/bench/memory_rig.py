@@ -17,7 +17,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from gems.autograd.outputs import as_tuple
-from gems.config.schema import RunSpec
+from gems.config.schema import DataConfig, ModelConfig, RunSpec
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.device import open_device
 from gems.engine.rank import Rank
@@ -43,10 +43,10 @@ def one_rank(model: str, side_px: int, *words: str) -> RunSpec:
     return composed(sizes, ranks, *words)
 
 
-def layer_modules(spec: RunSpec, device: str = "cpu") -> nn.ModuleList:
-    """Build all layers of a run's model."""
-    layers = layers_of(spec.model, spec.data)
-    return nn.ModuleList(build_layers(layers, 0, len(layers), spec.seed, device=device))
+def layer_modules(model: ModelConfig, data: DataConfig, device: str = "cpu") -> nn.ModuleList:
+    """Build all layers of a model."""
+    layers = layers_of(model, data)
+    return nn.ModuleList(build_layers(layers, 0, len(layers), seed=0, device=device))
 
 
 def all_offloaded(spec: RunSpec) -> RankPlan:

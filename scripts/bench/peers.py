@@ -15,12 +15,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.nn import functional
 
-from gems.config.schema import RunSpec
-from gems.models import layers_of
-from gems.models.build import build_layers
 from scripts.bench import rig
 from scripts.bench.engine import (
     OURS,
@@ -29,6 +25,7 @@ from scripts.bench.engine import (
     Layers,
     LiveBytes,
     Step,
+    Training,
     compare,
     optimizer_of,
 )
@@ -62,13 +59,7 @@ def main(overrides: list[str]) -> int:
 
 
 def of_torchgpipe(
-    checkpoint: str,
-    cuts: Sequence[int],
-    spec: RunSpec,
-    comm: Any,
-    images: Tensor,
-    labels: Tensor,
-    live: LiveBytes,
+    checkpoint: str, cuts: Sequence[int], training: Training, comm: Any, live: LiveBytes
 ) -> tuple[Step, Layers]:
     """Return the step of torchgpipe, which has a thread for each part.
 
@@ -76,15 +67,14 @@ def of_torchgpipe(
     """
     from torchgpipe import GPipe, worker
 
-    names = layers_of(spec.model, spec.data)
-    model = nn.Sequential(*build_layers(names, 0, len(names), spec.seed)).train()
-    optimizer = optimizer_of(spec.optimizer, [model])
+    model = training.modules(0, len(training.layers))
+    optimizer = optimizer_of(training.optimizer, [model])
     balance = [end - begin for begin, end in itertools.pairwise(cuts)]
     piped = GPipe(
         model,
         balance,
         devices=["cpu"] * len(balance),
-        chunks=spec.parallel.micro_batches,
+        chunks=training.micro_batches,
         checkpoint=checkpoint,
     )
     compute = worker.Task.compute
@@ -97,7 +87,7 @@ def of_torchgpipe(
 
     def step() -> None:
         optimizer.zero_grad()
-        functional.cross_entropy(piped(images), labels).backward()
+        functional.cross_entropy(piped(training.images), training.labels).backward()
         optimizer.step()
         worker.Task.compute = compute  # only the first step is counted
 
@@ -105,24 +95,17 @@ def of_torchgpipe(
 
 
 def of_mpi_loop(
-    schedule: str,
-    cuts: Sequence[int],
-    spec: RunSpec,
-    comm: Any,
-    images: Tensor,
-    labels: Tensor,
-    live: LiveBytes,
+    schedule: str, cuts: Sequence[int], training: Training, comm: Any, live: LiveBytes
 ) -> tuple[Step, Layers]:
     """Return the step of a 1F1B loop over two ranks by blocking mpi4py, and the rank's layers."""
     rank = comm.rank
-    count = spec.parallel.micro_batches
-    names = layers_of(spec.model, spec.data)
-    module = nn.Sequential(*build_layers(names, cuts[rank], cuts[rank + 1], spec.seed)).train()
-    optimizer = optimizer_of(spec.optimizer, [module])
-    parts = images.chunk(count)
-    truths = labels.chunk(count)
+    count = training.micro_batches
+    module = training.modules(cuts[rank], cuts[rank + 1])
+    optimizer = optimizer_of(training.optimizer, [module])
+    parts = training.images.chunk(count)
+    truths = training.labels.chunk(count)
     with torch.no_grad():
-        shape = nn.Sequential(*build_layers(names, 0, cuts[1], spec.seed)).train()(parts[0]).shape
+        shape = training.modules(0, cuts[1])(parts[0]).shape
 
     def first() -> None:
         output = module(parts[0])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gems.engine.supervision.loggers import CsvLogger, Loggers, open_loggers, settings
+from gems.engine.supervision.loggers import CsvLogger, LoggedRun, Loggers, open_loggers
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from tests.helpers.small_disk import small_disk
@@ -26,7 +26,8 @@ def write(folder: Path, first_step: int, num_steps: int, *loggers: str) -> RunFo
     spec = make_spec(train__loggers=list(loggers), runs_dir=str(folder), name="logged")
     run = RunFolder.of(spec)
     run.path.mkdir(parents=True, exist_ok=True)
-    opened = open_loggers(spec, run, NAMES, first_step)
+    logged = LoggedRun("logged", "12345678", run.path, spec.changed_values(), first_step)
+    opened = open_loggers(loggers, logged, NAMES)
     for step in range(first_step + 1, num_steps + 1):
         values = {"train_loss": 1 / step, "learning_rate": 0.1}
         opened.log(step, values | ({"validation_accuracy": step / 10} if step % 2 == 0 else {}))
@@ -119,7 +120,7 @@ def test_mlflow_reads_its_file_store(tmp_path: Path) -> None:
 
 
 def test_settings_are_what_differs_from_the_defaults() -> None:
-    found = settings(make_spec("1f1b", 2))
+    found = make_spec("1f1b", 2).changed_values()
     assert found["parallel.partitions"] == 2 and found["schedule.name"] == "1f1b"
     assert "model.norm" not in found
 

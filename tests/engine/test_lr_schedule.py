@@ -30,7 +30,9 @@ def make(
     made = optimizer(lrs)
     config = {f"lr_scheduler__{key}": value for key, value in changes.items()}
     named = {} if name is None else {"lr_scheduler__name": name}
-    return made, LrSchedule(make_spec(train__steps=steps, **named, **config), made, samples)
+    spec = make_spec(train__steps=steps, **named, **config)
+    batch = spec.parallel.global_batch
+    return made, LrSchedule(spec.lr_scheduler, spec.optimizer, made, steps, batch, samples)
 
 
 def rates(made: torch.optim.Optimizer, schedule, steps: int = STEPS) -> list[list[float]]:

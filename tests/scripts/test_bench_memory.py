@@ -79,7 +79,9 @@ def test_a_peer_s_step_is_that_of_the_plain_loop(way):
 def test_ours_moves_each_storage_once_and_nothing_else():
     spec = one_rank("resnet20_v1", SIDE_OF_RUN, *SMALL, "memory.min_offload_bytes=0")
     plain = hook_traffic(
-        "save_on_cpu", layer_modules(spec), torch.randn(input_spec(spec.data, 2).shape)
+        "save_on_cpu",
+        layer_modules(spec.model, spec.data),
+        torch.randn(input_spec(spec.data, 2).shape),
     )
     ours = OneRank(all_offloaded(spec))
     ours.step()

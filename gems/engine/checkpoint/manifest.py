@@ -26,7 +26,6 @@ from safetensors import SafetensorError
 from gems.config.checkpoint_schema import MANIFEST_JSON, SCHEMA
 from gems.config.schema import RunSpec
 from gems.plan.rank_plan import RankPlan
-from gems.runs.provenance import own_code
 from gems.utils.atomic_io import atomic_write, sync_to_disk
 from gems.utils.targets import source_of
 from gems.utils.units import bytes_unit
@@ -161,7 +160,7 @@ def run_identity(spec: RunSpec) -> dict[str, Any]:
     }
     identity["optimizer"] = {"name": spec.optimizer.target or spec.optimizer.name}
     identity["train"] = {"dtype": spec.train.dtype}
-    identity[CODE] = {target: source_of(target, path) for target, path in own_code(spec)}
+    identity[CODE] = {target: source_of(target, path) for target, path in spec.own_code()}
     return identity | {"seed": spec.seed, "global batch": spec.parallel.global_batch}
 
 

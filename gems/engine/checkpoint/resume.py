@@ -7,9 +7,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from gems.config.checkpoint_schema import MANIFEST_JSON, other_schema, schema_error
-from gems.config.schema import RunSpec
+from gems.config.schema import RunSpec, TrainConfig
 from gems.config.training import RESUME_AUTO, RESUME_FORCE, RESUME_NEVER
 from gems.engine.checkpoint.manifest import (
     DAMAGED,
@@ -112,7 +113,7 @@ def find_start(spec: RunSpec, folder: RunFolder, comm: Comm) -> StartPoint:
             )
         return new
     start = replace(new, checkpoint=checkpoint, is_own=is_own)
-    _check_continues(spec, start)
+    _check_continues(spec.train, run_identity(spec), start)
     if comm.rank == 0:
         path, manifest = checkpoint
         megabytes = sum(file.num_bytes for file in manifest.files) / 1e6
@@ -131,7 +132,7 @@ def _archive_checkpoints(folder: RunFolder) -> None:
             folder.checkpoints.rename(target)
 
 
-def _check_continues(spec: RunSpec, start: StartPoint) -> None:
+def _check_continues(train: TrainConfig, identity: dict[str, Any], start: StartPoint) -> None:
     """Check that a run can continue from a checkpoint.
 
     Raises:
@@ -140,10 +141,9 @@ def _check_continues(spec: RunSpec, start: StartPoint) -> None:
     """
     assert start.checkpoint is not None
     path, manifest = start.checkpoint
-    identity = run_identity(spec)
     other = difference(manifest.identity, identity)
     changed = changed_code(manifest.identity, identity)
-    if changed is not None and spec.train.resume != RESUME_FORCE:
+    if changed is not None and train.resume != RESUME_FORCE:
         raise ConfigError(
             "train.resume",
             path,
@@ -158,12 +158,9 @@ def _check_continues(spec: RunSpec, start: StartPoint) -> None:
             f"was saved with another {key}: {theirs}, and here it is {mine}",
             "use the same, or start from its weights alone with train.initial_checkpoint",
         )
-    if manifest.step >= spec.train.steps + start.is_own:
+    if manifest.step >= train.steps + start.is_own:
         raise ConfigError(
-            "train.steps",
-            spec.train.steps,
-            f"{path} has {manifest.step} steps done",
-            "give more steps",
+            "train.steps", train.steps, f"{path} has {manifest.step} steps done", "give more steps"
         )
 
 

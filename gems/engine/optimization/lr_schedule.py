@@ -14,7 +14,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from gems.config.recipe import LR_SCHEDULERS, LrSchedulerConfig
-from gems.config.schema import RunSpec
+from gems.config.schema import OptimizerConfig
 from gems.errors import ConfigError
 from gems.utils.targets import call_target, load_target
 
@@ -30,31 +30,27 @@ class LrSchedule:
     """
 
     def __init__(
-        self, spec: RunSpec, optimizer: torch.optim.Optimizer, samples_per_epoch: int
+        self,
+        config: LrSchedulerConfig,
+        optimizer_config: OptimizerConfig,
+        optimizer: torch.optim.Optimizer,
+        num_steps: int,
+        samples_per_step: int,
+        samples_per_epoch: int,
     ) -> None:
         """Build the scheduler, and fill in what it needs to know of the run's length.
 
         Raises:
             ConfigError: The scheduler cannot be constructed, or it needs a metric.
         """
-        config = spec.lr_scheduler
         self._config = config
         self._optimizer = optimizer
-        self._samples_per_epoch, self._samples_per_step = (
-            samples_per_epoch,
-            spec.parallel.global_batch,
-        )
+        self._samples_per_step = samples_per_step
+        self._samples_per_epoch = samples_per_epoch
         # what the rates depend on
-        self._key = [
-            asdict(config),
-            asdict(spec.optimizer),
-            spec.train.steps,
-            self._samples_per_step,
-        ]
+        self._key = [asdict(config), asdict(optimizer_config), num_steps, samples_per_step]
         self._count = 0
-        self._scheduler = _build(
-            config, optimizer, self._advances(config.warmup_steps, spec.train.steps)
-        )
+        self._scheduler = _build(config, optimizer, self._advances(config.warmup_steps, num_steps))
         self._first = [float(group["lr"]) for group in optimizer.param_groups]
         self._warm_up()
 

@@ -105,8 +105,11 @@ class Update:
             gradients,
             optimizer,
             LrSchedule(
-                spec,
+                spec.lr_scheduler,
+                spec.optimizer,
                 optimizer,
+                spec.train.steps,
+                spec.parallel.global_batch,
                 _samples_per_epoch(spec.data, spec.seed, spec.lr_scheduler.interval, control.comm),
             ),
             GlobalNorm(control, spec.parallel.partitions),

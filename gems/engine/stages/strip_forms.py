@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gems.autograd.random_draws import RandomDraws
-from gems.config.schema import RunSpec
+from gems.config.schema import DataConfig, ParallelConfig
 from gems.engine.stage import StageKey
 from gems.engine.stage_modules import StageModules
 from gems.engine.stages.boundary_tensors import BoundaryTensors
@@ -39,7 +39,8 @@ class StripForms:
 
 
 def find_forms(
-    spec: RunSpec,
+    data: DataConfig,
+    parallel: ParallelConfig,
     stages: StageModules,
     modules: Mapping[StageKey, nn.ModuleList],
     precision: Precision,
@@ -54,14 +55,14 @@ def find_forms(
     Raises:
         ConfigError: A layer needs the whole image.
     """
-    strips = spec.parallel.strips
-    given = input_spec(spec.data, spec.parallel.micro_batch_size, precision.compute)
+    strips = parallel.strips
+    given = input_spec(data, parallel.micro_batch_size, precision.compute)
     passed = BoundaryTensors((Boundary.even(given.shape, given.dtype, strips),), strips)
     forms: dict[StageKey, StripStage] = {}
     specs: list[tuple[TensorSpec, ...]] = []
     norm_ends: dict[str, tuple[int, ...]] = {}
     num_stages = len(stages.boundaries) - 1
-    least = spec.parallel.min_strip_positions
+    least = parallel.min_strip_positions
     for stage in range(num_stages):
         names = stages.layer_names(stage)
         form = None
@@ -70,7 +71,7 @@ def find_forms(
                 zip(names, modules[key], strict=True), passed, least, is_training
             )
         if form is None:
-            built = stages.build([stage], spec.seed, precision, "meta")[stage]
+            built = stages.build([stage], 0, precision, "meta")[stage]
             # `build` does not set layers without memory to compute in low precision
             low = (compute_in(module, precision) for module in built)
             form = _form(zip(names, low, strict=True), passed, least, is_training)
@@ -82,7 +83,8 @@ def find_forms(
 
 
 def find_evaluation_forms(
-    spec: RunSpec,
+    data: DataConfig,
+    parallel: ParallelConfig,
     stages: StageModules,
     modules: Mapping[StageKey, nn.ModuleList],
     precision: Precision,
@@ -93,9 +95,8 @@ def find_evaluation_forms(
     Return None if a layer needs whole images in evaluation only.
     """
     try:
-        return find_forms(
-            spec, stages, {key: modules[key] for key in modules if not key[0]}, precision, False
-        )
+        forward = {key: modules[key] for key in modules if not key[0]}
+        return find_forms(data, parallel, stages, forward, precision, False)
     except ConfigError as error:
         if is_logged:
             _log.warning(

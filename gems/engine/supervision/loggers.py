@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from gems.config.fields import keys
-from gems.config.schema import RunSpec
 from gems.errors import ConfigError
 from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import atomic_write
@@ -78,26 +76,22 @@ class Loggers:
             self._failed.add(logger)
 
 
-def open_loggers(
-    spec: RunSpec, folder: RunFolder, names: Sequence[str], first_step: int
-) -> Loggers:
+def open_loggers(loggers: Sequence[str], run: LoggedRun, names: Sequence[str]) -> Loggers:
     """Open the CSV with a column for each of `names`, and the loggers of train.loggers.
 
-    `first_step` counts from 0.
-    A run that continues goes on in the same files; what they have from `first_step` on is of steps
+    A run that continues goes on in the same files; what they have from `run.first_step` on is of steps
     that are lost.
 
     Raises:
         ConfigError: a logger's package is not installed.
     """
     with contextlib.ExitStack() as opened:
-        made: list[Logger] = []
-        for name in spec.train.loggers:
-            run = LoggedRun(spec.name, folder.run_id(spec), folder.path, settings(spec), first_step)
-            made.append(opened.enter_context(contextlib.closing(_MAKERS[name](run))))
-        made.append(CsvLogger(folder.metrics_csv, names, first_step))
+        trackers: list[Logger] = []
+        for name in loggers:
+            trackers.append(opened.enter_context(contextlib.closing(_MAKERS[name](run))))
+        csv_logger = CsvLogger(RunFolder(run.path).metrics_csv, names, run.first_step)
         opened.pop_all()
-    return Loggers(made)
+    return Loggers((*trackers, csv_logger))
 
 
 class CsvLogger:
@@ -238,18 +232,6 @@ _MAKERS: dict[str, Callable[[LoggedRun], Logger]] = {
     "wandb": WandbLogger,
     "mlflow": MlflowLogger,
 }
-
-
-def settings(spec: RunSpec) -> dict[str, Any]:
-    """Return the keys of a run that differ from their defaults, with their values."""
-    found = {}
-    for key in keys(RunSpec):
-        value: Any = spec
-        for name in key.name.split("."):
-            value = getattr(value, name)
-        if value != key.default:
-            found[key.name] = value
-    return found
 
 
 def _package(name: str, module: str | None = None) -> Any:

@@ -144,7 +144,11 @@ def explain_out_of_memory(error: BaseException, folder: RunFolder, rank: int) ->
         asked,
         min((limit for limit in limits if limit is not None), default=None),
         predicted,
-        device_memory_remedies(spec, _is_fragmented(state, asked)),
+        device_memory_remedies(
+            spec.memory if spec else None,
+            spec.parallel if spec else None,
+            _is_fragmented(state, asked),
+        ),
     )
 
 

@@ -41,28 +41,26 @@ def check(spec: RunSpec) -> None:
         ConfigError: the first that a rank would refuse.
     """
     try:
-        _open(spec)
+        layers = layers_of(spec.model, spec.data)
+        dtype = DTYPES[spec.train.dtype]
+        loss = SummedLoss(
+            spec.loss,
+            spec.data,
+            dtype,
+            CPU,
+            StageModules(layers, (), ()).output(spec.data, spec.parallel.micro_batch_size, dtype),
+        )
+        open_metrics(spec.metrics, task_of(spec.data), spec.data.num_classes, loss.scores)
+        optimizer = _optimizer(spec.optimizer, spec.seed, layers, dtype)
+        rates = spec.lr_scheduler
+        samples = 1 if rates.interval == STEP else num_train(spec.data, spec.seed)
+        batch = spec.parallel.global_batch
+        LrSchedule(rates, spec.optimizer, optimizer, spec.train.steps, batch, samples)
+        if spec.data.transform is not None:
+            load_transform(spec.data)
     except ConfigError as error:
         if spec.machine.device == "cpu" or not any(word in str(error) for word in _GPU_WORDS):
             raise
-
-
-def _open(spec: RunSpec) -> None:
-    layers = layers_of(spec.model, spec.data)
-    dtype = DTYPES[spec.train.dtype]
-    loss = SummedLoss(
-        spec.loss,
-        spec.data,
-        dtype,
-        CPU,
-        StageModules(layers, (), ()).output(spec.data, spec.parallel.micro_batch_size, dtype),
-    )
-    open_metrics(spec.metrics, task_of(spec.data), spec.data.num_classes, loss.scores)
-    optimizer = _optimizer(spec.optimizer, spec.seed, layers, dtype)
-    is_by_step = spec.lr_scheduler.interval == STEP
-    LrSchedule(spec, optimizer, 1 if is_by_step else num_train(spec.data, spec.seed))
-    if spec.data.transform is not None:
-        load_transform(spec.data)
 
 
 def _optimizer(

@@ -79,7 +79,14 @@ class UnsplitTraining:
         self._optimizer = build_optimizer(spec.optimizer, numbered, len(layers))
         self._dataset = open_dataset(spec.data, spec.seed)
         self._parameters = list(trained(self._model.parameters()))
-        self._rates = LrSchedule(spec, self._optimizer, self._dataset.num_train)
+        self._rates = LrSchedule(
+            spec.lr_scheduler,
+            spec.optimizer,
+            self._optimizer,
+            spec.train.steps,
+            spec.parallel.global_batch,
+            self._dataset.num_train,
+        )
         self._averages = [parameter.detach().clone() for parameter in self._parameters]
         self._scale = LossScale.for_precision(spec.train.precision)
         self._statistics = running_statistics(self._model)

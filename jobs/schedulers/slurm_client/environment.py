@@ -158,11 +158,11 @@ def _variables(environment: Mapping[str, str]) -> dict[str, str | None]:
 
     The option is None if only srun reads the variable.
     """
-    found: dict[str, str | None] = {}
+    options: dict[str, str | None] = {}
     for name in environment:
         if name.startswith(PREFIX) or name in CLUSTERS:
-            found[name] = OPTIONS.get(name, name.removeprefix(PREFIX).lower().replace("_", "-"))
+            options[name] = OPTIONS.get(name, name.removeprefix(PREFIX).lower().replace("_", "-"))
         # inside a job, these may be the job's own variables
         elif name in OF_SRUN and own_job_id() is None:
-            found[name] = None
-    return found
+            options[name] = None
+    return options

@@ -98,7 +98,7 @@ def query_jobs(
     `steps`, sacct also reads the steps, for their states and their memory. `limit_s` bounds the
     wait.
     """
-    found: dict[str, Job] = {}
+    known: dict[str, Job] = {}
     errors = []
     for cluster, numbers in by_cluster(job_ids).items():
         whole = dict.fromkeys(JobId.parse(number).number for number in numbers)
@@ -112,10 +112,10 @@ def query_jobs(
         jobs = read(result.lines)
         if source == SCONTROL:
             jobs = dict(zip(numbers, jobs.values(), strict=False))
-        found |= {
+        known |= {
             str(JobId.parse(number)._replace(cluster=cluster)): job for number, job in jobs.items()
         }
-    return JobQuery(found, "; ".join(errors) or None)
+    return JobQuery(known, "; ".join(errors) or None)
 
 
 def list_jobs(chosen: str, clusters: str = "") -> list[Job]:
@@ -138,7 +138,7 @@ def list_jobs(chosen: str, clusters: str = "") -> list[Job]:
         raise result.error
     cluster = clusters
     has_header = False
-    found = []
+    jobs = []
     for row in ([*map(str.strip, line.split("|", 2))] for line in result.lines):
         if (
             clusters
@@ -150,14 +150,14 @@ def list_jobs(chosen: str, clusters: str = "") -> list[Job]:
             has_header = True
         elif has_header and _is_row(row, len(LISTED)):
             job_id = str(JobId.parse(row[0])._replace(cluster=cluster))
-            found.append(Job(row[1], job_id=job_id, script=row[2]))
-        elif not found and has_header and row != [""]:
+            jobs.append(Job(row[1], job_id=job_id, script=row[2]))
+        elif not jobs and has_header and row != [""]:
             raise SchedulerUnavailableError(
                 "squeue", f"printed {'|'.join(row)[:80]!r}, which is no job"
             )
     if not has_header:
         raise SchedulerUnavailableError("squeue", "printed no list of jobs")
-    return found
+    return jobs
 
 
 def _is_row(row: Sequence[str], size: int) -> bool:
@@ -172,11 +172,11 @@ def find_submitted(tokens: Iterable[str], clusters: str = "") -> dict[str, Job]:
 
     Of an array, prefer an active task. Raises the errors of `list_jobs`.
     """
-    found = sorted(list_jobs(f"--user={os.getuid()}", clusters), key=lambda job: job.is_active)
+    jobs = sorted(list_jobs(f"--user={os.getuid()}", clusters), key=lambda job: job.is_active)
     named = (
         (token, job)
         for token in tokens
-        for job in found
+        for job in jobs
         if script_path(Path(), token).name in job.script
     )
     return dict(named)
@@ -339,18 +339,20 @@ def parse_cancellation(line: str) -> Cancellation | None:
 
     The time in the message is local time.
     """
-    found = CANCELLED.search(line)
-    if found is None:
+    message = CANCELLED.search(line)
+    if message is None:
         return None
     time_ns = None
     with contextlib.suppress(ValueError):
-        time_ns = int(datetime.fromisoformat(found["time"]).timestamp() * 1e9)
-    return Cancellation(found["what"] == "JOB", found["job"], (found["why"] or "").strip(), time_ns)
+        time_ns = int(datetime.fromisoformat(message["time"]).timestamp() * 1e9)
+    return Cancellation(
+        message["what"] == "JOB", message["job"], (message["why"] or "").strip(), time_ns
+    )
 
 
 def failed_node(lines: Iterable[str]) -> str | None:
     """Return the first node that srun reports as failed."""
-    return next((found["node"] for line in lines if (found := NODE_FAILURE.search(line))), None)
+    return next((failure["node"] for line in lines if (failure := NODE_FAILURE.search(line))), None)
 
 
 QUERIES: dict[str, tuple[list[str], Callable[[Sequence[str]], dict[str, Job]]]] = {

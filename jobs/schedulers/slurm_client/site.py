@@ -75,7 +75,8 @@ class Partition:
     def describe(self) -> str:
         """Describe the partition in one line."""
         num_up, num_idle = (
-            sum(kind.nodes for kind in self.kinds if kind.state in found) for found in (UP, UP[:1])
+            sum(kind.nodes for kind in self.kinds if kind.state in states)
+            for states in (UP, UP[:1])
         )
         minutes = "no time limit" if self.minutes is None else f"at most {self.minutes} min"
         state = "" if self.state == "UP" else f", state {self.state}"
@@ -215,13 +216,13 @@ def query_accounts() -> Accounts:
     enforced = parse_config(query_site("scontrol", "show", "config")).get(
         "AccountingStorageEnforce", ""
     )
-    found: dict[str, tuple[str, ...]] = {}
+    accounts: dict[str, tuple[str, ...]] = {}
     for account, _, qos in (line.partition("|") for line in lines):
         if account:
-            found[account] = found.get(account, ()) + tuple(filter(None, qos.split(",")))
-    if not found:
+            accounts[account] = accounts.get(account, ()) + tuple(filter(None, qos.split(",")))
+    if not accounts:
         raise SchedulerUnavailableError("sacctmgr", f"names no account of {user}")
-    return Accounts(found, "associations" in enforced)
+    return Accounts(accounts, "associations" in enforced)
 
 
 def parse_kinds(text: str) -> list[NodeKind]:
@@ -230,17 +231,17 @@ def parse_kinds(text: str) -> list[NodeKind]:
     The fields are partition, number of nodes, CPUs, memory in MiB, generic resources and, if it was
     queried, state.
     """
-    found = []
+    kinds = []
     for fields in filter(None, (NODE_LINE.fullmatch(line.strip()) for line in text.splitlines())):
         name, nodes, cpus, mib, resources, state = fields.groups(default="")
         gpus = sum(int(number) for number in re.findall(r"\bgpu(?::[^:(,]+)?:(\d+)", resources))
         partition = name.strip().rstrip("*")
         is_default = name.strip().endswith("*")
         state = state.strip().rstrip(STATE_MARKS)
-        found.append(
+        kinds.append(
             NodeKind(partition, is_default, int(nodes), int(cpus), int(mib) * MIB, gpus, state)
         )
-    return found
+    return kinds
 
 
 def parse_partitions(text: str) -> list[dict[str, str]]:
@@ -270,11 +271,11 @@ def parse_minutes(text: str) -> int | None:
 
     Return None if it is unlimited.
     """
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
-    if found is None or text.upper() in UNLIMITED:
+    parts = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if parts is None or text.upper() in UNLIMITED:
         return None
-    days, first, second = (int(part or 0) for part in found.groups()[:3])
-    is_hours = found[1] is not None or found[4] is not None  # else minutes, or minutes:seconds
+    days, first, second = (int(part or 0) for part in parts.groups()[:3])
+    is_hours = parts[1] is not None or parts[4] is not None  # else minutes, or minutes:seconds
     return max(1, days * MINUTES_PER_DAY + first * 60 + second if is_hours else first)
 
 
