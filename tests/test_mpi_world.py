@@ -53,8 +53,9 @@ if IN_RANK:  # what the ranks are asked to run
 else:
 
     @pytest.fixture(scope="module")
-    def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-        started = World(tmp_path_factory.mktemp("ranks"), test_s=5.0, alone_s=1.0)
+    def ranks(warm_executable: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+        folder = tmp_path_factory.mktemp("ranks")
+        started = World(folder, warm_executable, test_s=5.0, alone_s=1.0)
         yield started
         started.close()
 

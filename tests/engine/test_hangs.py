@@ -21,6 +21,8 @@ from gems.runs.prepare import prepare
 from gems.utils.atomic_io import read_json
 from tests.helpers.toys import make_spec
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 ROOT = Path(__file__).resolve().parents[2]
 NUM_RANKS = 3
 HANG_TIMEOUT_S = 4.0

@@ -33,6 +33,8 @@ from gems.utils.atomic_io import read_json
 from tests.helpers.processes import python
 from tests.helpers.toys import make_spec
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 ROOT = Path(__file__).resolve().parents[2]
 NUM_RANKS = 2
 LIMIT_S = 100.0

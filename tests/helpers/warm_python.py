@@ -101,7 +101,7 @@ def _start(folder: Path, address: Path) -> subprocess.Popen[bytes]:
     beside = Path(sys.executable).parent
     client = CLIENT.format(
         python=sys.executable,
-        packages=(*PACKAGES, "examples"),
+        packages=(*PACKAGES, "examples", "scripts", "tests"),
         address=str(address),
         first=FIRST_OWN,
     )

@@ -33,8 +33,8 @@ if not IN_RANK:
 
 
 @pytest.fixture(scope="package")
-def ranks(own_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    started = World(tmp_path_factory.mktemp("ranks"))
+def ranks(warm_executable: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    started = World(tmp_path_factory.mktemp("ranks"), warm_executable)
     yield started
     started.close()
 

@@ -69,8 +69,11 @@ class Rank:
 class World:
     """Ranks that start at the first test, and again after a test that fails on some of them only."""
 
-    def __init__(self, folder: Path, test_s: float = TEST_S, alone_s: float = ALONE_S) -> None:
+    def __init__(
+        self, folder: Path, python: str, test_s: float = TEST_S, alone_s: float = ALONE_S
+    ) -> None:
         self._folder = folder
+        self._python = python
         self._test_s = test_s
         self._alone_s = alone_s
         self.ranks: list[Rank] = []
@@ -121,7 +124,7 @@ class World:
             "PYTHONPATH": os.pathsep.join(paths),
         }
         variables.pop("PYTEST_ADDOPTS", None)
-        argv = mpiexec_argv(NUM_RANKS, [sys.executable, "-m", "tests.mpi.world", address])
+        argv = mpiexec_argv(NUM_RANKS, [self._python, "-m", "tests.mpi.world", address])
         target = partial(
             run_ranks,
             argv,

@@ -18,6 +18,7 @@ TINY = [DEFAULTS, rig.square(16), "parallel.micro_batch_size=1"]
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     "contender",
     [

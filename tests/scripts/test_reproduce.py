@@ -89,6 +89,7 @@ def test_a_gain_follows_its_inputs_and_not_the_printed_figure() -> None:
     assert slower.case.gain(128, 2) == pytest.approx(1.2 / 2 * 23 / 12)
 
 
+@pytest.mark.usefixtures("warm")
 def test_the_scaling_of_gems_is_a_study(tmp_path: Path) -> None:
     shown = run("scripts.reproduce.gems", f"runs_dir={tmp_path}", "--dry-run", "model.depth=20")
     assert (
