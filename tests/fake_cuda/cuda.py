@@ -99,6 +99,49 @@ class device:  # noqa: N801
         torch.cuda.set_device(self.prev_idx)
 
 
+class CUDAGraph:
+    """As torch.cuda.CUDAGraph."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._number: int | None = None
+        self._pool: tuple[int, int] | None = None
+
+    def capture_begin(
+        self,
+        pool: tuple[int, int] | None = None,
+        capture_error_mode: str = "global",
+        check_input_liveness: bool = False,
+    ) -> None:
+        self._pool = graph_pool_handle() if pool is None else pool
+        self._number = _native.begin_capture(self._pool[0])
+
+    def capture_end(self) -> None:
+        _native.end_capture()
+
+    def replay(self) -> None:
+        if self._number is None:
+            raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
+        _native.replay(self._number)
+
+    def reset(self) -> None:
+        if self._number is not None:
+            _native.drop_graph(self._number)
+            self._number = None
+
+    def pool(self) -> tuple[int, int]:
+        if self._pool is None:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+        return self._pool
+
+    def __del__(self) -> None:
+        self.reset()
+
+
+def graph_pool_handle() -> tuple[int, int]:
+    """As torch.cuda.graph_pool_handle."""
+    return _native.new_pool(), 0
+
+
 def _index(device: Any) -> int:
     if isinstance(device, int):
         return device
@@ -205,13 +248,16 @@ def patch(native: Any, num_devices: int, total_bytes: int) -> None:
         "get_device_name": lambda device=None: NAME,
         "get_device_capability": lambda device=None: (8, 0),
         "is_bf16_supported": lambda including_emulation=True: True,
-        "is_current_stream_capturing": lambda: False,
+        "CUDAGraph": CUDAGraph,
+        "graph_pool_handle": graph_pool_handle,
+        "is_current_stream_capturing": native.is_capturing,
         "cudart": lambda: cudart,
         "default_generators": tuple(
             native.default_generator(index) for index in range(num_devices)
         ),
     }
     torch.backends.cudnn.enabled = False  # there is none
+    torch._C._host_emptyCache = lambda: None  # type: ignore[attr-defined]
     for name, value in found.items():
         setattr(torch.cuda, name, value)
         for module in (

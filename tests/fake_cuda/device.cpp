@@ -19,7 +19,10 @@ class Generator final : public c10::GeneratorImpl {
  public:
   explicit Generator(int index)
       : GeneratorImpl({c10::kCUDA, static_cast<c10::DeviceIndex>(index)}, c10::DispatchKeySet(c10::DispatchKey::CUDA)) {}
-  void set_current_seed(uint64_t seed) override { seed_ = seed, offset_ = 0; }
+  void set_current_seed(uint64_t seed) override {
+    fake::device().refuse_while_capturing("set_current_seed");
+    seed_ = seed, offset_ = 0;
+  }
   void set_offset(uint64_t offset) override { offset_ = offset; }
   uint64_t get_offset() const override { return offset_; }
   uint64_t current_seed() const override { return seed_; }
@@ -28,11 +31,13 @@ class Generator final : public c10::GeneratorImpl {
     return seed_;
   }
   void set_state(const c10::TensorImpl& state) override {
+    fake::device().refuse_while_capturing("set_state");
     TORCH_CHECK(state.numel() == 2 * sizeof(uint64_t) && state.dtype() == caffe2::TypeMeta::Make<uint8_t>());
     const auto* words = static_cast<const uint64_t*>(state.data());
     seed_ = words[0], offset_ = words[1];
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    fake::device().refuse_while_capturing("get_state");
     auto state = at::empty({2 * sizeof(uint64_t)}, at::TensorOptions().dtype(at::kByte).device(at::kCPU));
     auto* words = static_cast<uint64_t*>(state.data_ptr());
     words[0] = seed_, words[1] = offset_;
@@ -63,6 +68,7 @@ int slot(const c10::Stream& stream) { return slot_of(stream.device_index(), stre
 void synchronize_device(int index) {
   auto& all = device();
   Locked locked(all.lock);
+  all.refuse_while_capturing("synchronize");
   all.counts["wait: device"]++;
   for (int stream = 0; stream < kStreams; stream++) {
     const int each = slot_of(index, stream);
@@ -106,12 +112,14 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
     auto& all = device();
     Locked locked(all.lock);
+    all.refuse_on_captured_stream(slot(stream), "an event, of which the fake device captures none");
     if (!*event) *event = new Event;
     static_cast<Event*>(*event)->last = all.streams.record(slot(stream), all.order.begin_work(slot(stream)));
   }
   void block(void* event, const c10::Stream& stream) const override {
     auto& all = device();
     Locked locked(all.lock);
+    all.refuse_on_captured_stream(slot(stream), "a wait for an event from outside");
     if (!event || !static_cast<Event*>(event)->last) return;
     const Recorded& recorded = *static_cast<Event*>(event)->last;
     all.order.stream_joins(slot(stream), recorded.clock);
@@ -120,6 +128,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void* event) const override {
     auto& all = device();
     Locked locked(all.lock);
+    all.refuse_while_capturing("cudaEventQuery");
     if (!event || !static_cast<Event*>(event)->last) return true;
     const Recorded& recorded = *static_cast<Event*>(event)->last;
     const bool is_over = all.streams.query(recorded.mark);
@@ -136,6 +145,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& stream) const override {
     auto& all = device();
     Locked locked(all.lock);
+    all.refuse_while_capturing("cudaStreamQuery");
     const bool is_over = all.streams.query(all.streams.end_of(slot(stream)));
     if (is_over) all.order.host_joins(all.order.clock(slot(stream)));
     return is_over;
@@ -252,6 +262,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("current_stream", &fake::current_stream);
   m.def("set_stream", &fake::set_current_stream);
   m.def("synchronize", &fake::synchronize_device, NoGil());
+  m.def("new_pool", [] { Locked l(device().lock); return device().graphs.new_pool(); });
+  m.def("begin_capture", [](int64_t pool) {
+    Locked l(device().lock);
+    TORCH_CHECK(fake::current_stream(fake::current_device()), "CUDA error: operation not permitted on the default stream");
+    return device().graphs.begin(fake::current_slot(), pool);
+  });
+  m.def("end_capture", [] { Locked l(device().lock); device().graphs.end(); });
+  m.def("drop_graph", [](int64_t graph) { Locked l(device().lock); device().graphs.drop(graph); });
+  m.def("is_capturing", [] { Locked l(device().lock); return device().graphs.is_capturing(fake::current_slot()); });
+  m.def("replay", [](int64_t graph) { Locked l(device().lock); device().replay(graph); }, NoGil());
   m.def("empty_cache", [] { Locked l(device().lock); device().empty_cache(); }, NoGil());
   m.def("statistics", [](int index) {
     Locked l(device().lock);

@@ -6,9 +6,11 @@
 #include <c10/core/Stream.h>
 
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 
+#include "graphs.h"
 #include "order.h"
 #include "streams.h"
 
@@ -22,6 +24,7 @@ struct Device {
   std::recursive_mutex lock;
   Order order;
   Streams streams;
+  Graphs graphs;
   std::map<std::string, int64_t> counts;  // of host waits ("wait: ...") and of work
   std::array<Statistics, kDevices> statistics{};
   std::array<int64_t, kDevices> limits{};
@@ -29,7 +32,10 @@ struct Device {
   int64_t total_bytes = int64_t{16} << 30;
   int num_devices = 1;
 
-  // Posts work of the current stream, or of another one; begun and accesses told before.
+  // As CUDA, which ends a capture with an error if the host waits or asks meanwhile.
+  void refuse_while_capturing(const std::string& what) const;
+  void refuse_on_captured_stream(int slot, const std::string& what) const;
+  void replay(int64_t graph);
   void host_waits_for(Mark mark, const Clock& clock, const char* why);
   void empty_cache();
   // Keeps pinned memory until the work posted up to a mark is done, although it may be freed before.

@@ -142,6 +142,85 @@ def ahead_of_the_host(waits: bool) -> torch.Tensor:
     return host.clone()
 
 
+CAPTURED = {
+    "item": lambda given: given.sum().item(),
+    "a copy that waits": lambda given: given.cpu(),
+    "synchronize": lambda given: torch.cuda.synchronize(),
+    "cudaStreamQuery": lambda given: torch.cuda.current_stream().query(),
+    "set_current_seed": lambda given: torch.cuda.manual_seed(1),
+    "nonzero": lambda given: given.nonzero(),
+}
+
+
+@pytest.fixture
+def own_stream():
+    before = torch.cuda.current_stream()
+    torch.cuda.set_stream(torch.cuda.Stream())
+    yield
+    torch.cuda.set_stream(before)
+
+
+@pytest.mark.usefixtures("own_stream")
+@pytest.mark.parametrize("late", [False, True])
+def test_a_graph_runs_its_kernels_at_each_replay_and_none_at_its_capture(late):
+    native().set_late(late, 1)
+    given = torch.ones(N, device="cuda")
+    total = torch.zeros(N, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        made = given * 3
+        total.add_(made)
+    assert float(total.sum()) == 0 and made.isnan().all()
+    for number in (1.0, 2.0):
+        given.fill_(number)
+        graph.replay()
+    assert float(total.sum()) == N * (3 + 6) and float(made[0]) == 6
+    assert races() == []
+
+
+@pytest.mark.usefixtures("own_stream")
+def test_each_replay_draws_other_numbers():
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        made = torch.rand(N, device="cuda")
+    graph.replay()
+    first = made.clone()
+    graph.replay()
+    assert not torch.equal(first, made)
+
+
+@pytest.mark.usefixtures("own_stream")
+def test_memory_of_a_pool_stays_its_own_and_is_used_again_by_graphs_of_the_same_pool():
+    pool = torch.cuda.graph_pool_handle()
+
+    def captured() -> int:
+        with torch.cuda.graph(
+            torch.cuda.CUDAGraph(), pool=pool, stream=torch.cuda.current_stream()
+        ):
+            return torch.zeros(N, device="cuda").data_ptr()
+
+    place = captured()
+    assert torch.zeros(N, device="cuda").data_ptr() != place == captured()
+
+
+@pytest.mark.usefixtures("own_stream")
+@pytest.mark.parametrize("what", CAPTURED)
+def test_a_capture_refuses_what_cuda_refuses(what):
+    given = torch.ones(N, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    try:
+        with pytest.raises(RuntimeError, match=f"stream is capturing: {what}"):
+            CAPTURED[what](given)
+    finally:
+        graph.capture_end()
+
+
+def test_the_default_stream_cannot_be_captured():
+    with pytest.raises(RuntimeError, match="default stream"):
+        torch.cuda.CUDAGraph().capture_begin()
+
+
 PROGRAMS = [copy_out, reused_memory, event_between, ahead_of_the_host]
 
 

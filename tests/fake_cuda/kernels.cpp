@@ -112,13 +112,25 @@ class Call {
   Call(const c10::OperatorHandle& op, Stack* stack)
       : op_(op), stack_(stack), schema_(op.schema()), name_(schema_.name().substr(schema_.name().find("::") + 2)) {
     given_.assign(stack->end() - static_cast<int64_t>(schema_.arguments().size()), stack->end());
-    if (op.hasTag(at::Tag::nondeterministic_seeded)) draw_seed();
+    {
+      Locked locked(device().lock);
+      is_captured_ = device().graphs.is_capturing(current_slot());
+    }
+    if (!op.hasTag(at::Tag::nondeterministic_seeded)) return;
+    for (const auto& value : given_)
+      if (value.isGenerator()) generator_ = value.toGenerator();
+    draws_ = true;
+    if (!is_captured_) seed_ = next_seed(generator_);
   }
 
   void run() {
     const bool tells_host = returns_a_value() || op_.hasTag(at::Tag::dynamic_output_shape) ||
                             op_.hasTag(at::Tag::data_dependent_output);
-    if (device().streams.is_late() && !tells_host && run_later()) return;
+    if ((device().streams.is_late() || is_captured_) && !tells_host && run_later()) return;
+    if (is_captured_) {
+      Locked locked(device().lock);
+      device().refuse_on_captured_stream(current_slot(), name_);
+    }
     run_now(tells_host);
   }
 
@@ -137,13 +149,6 @@ class Call {
       if (each.type()->kind() != c10::TypeKind::TensorType && each.type()->kind() != c10::TypeKind::ListType)
         return true;
     return false;
-  }
-
-  void draw_seed() {
-    std::optional<at::Generator> generator;
-    for (const auto& value : given_)
-      if (value.isGenerator()) generator = value.toGenerator();
-    seed_ = next_seed(generator);
   }
 
   // Makes arguments for the processor; a tensor of its own is read now if the work is to be done later.
@@ -174,9 +179,10 @@ class Call {
   int begin() {
     auto& all = device();
     const int slot = current_slot();
+    if (kWithWorkspace.count(name_)) take_workspace(slot);
+    if (is_captured_) return slot;
     all.order.begin_work(slot);
     all.counts["kernels"]++;
-    if (kWithWorkspace.count(name_)) take_workspace(slot);
     for (const Pair& pair : pairs_) all.order.access(slot, bytes_of(pair.device), pair.writes, name_);
     return slot;
   }
@@ -263,6 +269,7 @@ class Call {
       without_meta().insert(name_);  // an error of the arguments is raised by the run that follows
       return false;
     }
+    if (name_ == "native_batch_norm") give_own_statistics(meta);
     for (const auto& [tensor, made] : seen)
       if (tensor.is_cuda() && !tensor.sizes().equals(made.sizes())) tensor.resize_(made.sizes());
     Stack host = on_host_stack(true);
@@ -287,25 +294,44 @@ class Call {
     return true;
   }
 
+  // The processor keeps mean and deviation in the type of the weights, where CUDA and torch's derivation use 32 bits.
+  void give_own_statistics(Stack& results) const {
+    const auto& weight = given_[1].isTensor() && given_[1].toTensor().defined() ? given_[1].toTensor() : given_[0].toTensor();
+    for (size_t place : {1, 2})
+      if (results[place].isTensor() && results[place].toTensor().defined())
+        results[place] = at::empty_like(results[place].toTensor(), weight.scalar_type());
+  }
+
   void post(Stack host, std::vector<Tensor> targets) {
     auto& all = device();
     Locked locked(all.lock);
     const int slot = begin();
-    for (const Tensor& made : new_) all.order.access(slot, bytes_of(made), true, name_);
-    all.streams.post(
-        slot, [op = op_, name = name_, seed = seed_, host = std::move(host), targets = std::move(targets)]() mutable {
-          run_on_host(op, host, seed);
-          size_t place = 0;
-          for (auto& value : host)
-            change_tensors(value, [&](const Tensor& result) {
-              const Tensor& target = targets.at(place++);
-              if (target.defined() && result.defined() && result.numel()) {  // some of the processor's are left out
-                TORCH_CHECK(target.sizes().equals(result.sizes()), name, " has made another shape than was derived");
-                target.copy_(result);
-              }
-              return result;
-            });
+    // a replay runs this again: the arguments stay
+    auto run = [op = op_, name = name_, host = std::move(host),
+                targets = std::move(targets)](std::optional<uint64_t> seed) {
+      Stack results = host;
+      run_on_host(op, results, seed);
+      size_t place = 0;
+      for (auto& value : results)
+        change_tensors(value, [&](const Tensor& result) {
+          const Tensor& target = targets.at(place++);
+          if (target.defined() && result.defined() && result.numel()) {  // some of the processor's are left out
+            TORCH_CHECK(target.sizes().equals(result.sizes()), name, " has made another shape than was derived");
+            target.copy_(result);
+          }
+          return result;
         });
+    };
+    if (is_captured_) {
+      Captured captured{name_, {}, std::move(run), {}};
+      for (const Pair& pair : pairs_) captured.accesses.push_back({bytes_of(pair.device), pair.writes});
+      for (const Tensor& made : new_) captured.accesses.push_back({bytes_of(made), true});
+      if (draws_) captured.draw = [generator = generator_] { return next_seed(generator); };
+      all.graphs.add(std::move(captured));
+      return;
+    }
+    for (const Tensor& made : new_) all.order.access(slot, bytes_of(made), true, name_);
+    all.streams.post(slot, [run = std::move(run), seed = seed_] { run(seed); });
   }
 
   const c10::OperatorHandle op_;
@@ -315,7 +341,9 @@ class Call {
   Stack given_;
   std::vector<Pair> pairs_;
   std::vector<Tensor> new_;
+  std::optional<at::Generator> generator_;
   std::optional<uint64_t> seed_;
+  bool draws_ = false, is_captured_ = false;
 };
 
 void fallback(const c10::OperatorHandle& op, Stack* stack) { Call(op, stack).run(); }
@@ -338,6 +366,7 @@ Tensor empty_strided(
 const Tensor& resize_(const Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format) {
   if (self.storage().nbytes()) {
     Locked locked(device().lock);
+    device().refuse_on_captured_stream(current_slot(), "resize_ of memory in use");
     device().streams.run_until(device().streams.end_of(current_slot()));
   }
   return at::native::resize_(self, size, format);
@@ -351,26 +380,33 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   Tensor to = to_device ? on_host(self) : self, from = from_device ? on_host(source) : source;
   Locked locked(all.lock);
   const int slot = current_slot();
-  all.order.begin_work(slot);
+  const bool is_captured = all.graphs.is_capturing(slot);
   const Tensor& on_the_host = to_device ? source : self;
   const bool is_pinned = crosses && all.order.is_pinned(on_the_host.const_data_ptr());
   const bool waits = crosses && !(non_blocking && (is_pinned || to_device));
-  const char* way = !crosses ? "copies within" : to_device ? "copies in" : "copies out";
-  all.counts[std::string(way) + (waits ? ", blocking" : "")]++;
-  all.order.access(slot, bytes_of(source), false, "copy");
-  all.order.access(slot, bytes_of(self), true, "copy");
-  if (all.streams.is_late() && crosses) {
+  if (is_captured && crosses && !(is_pinned && non_blocking)) all.refuse_on_captured_stream(slot, "a copy that waits");
+  if ((all.streams.is_late() || is_captured) && crosses) {
     if (is_pinned) {
       (to_device ? from : to) = on_host(on_the_host);
     } else if (to_device) {
       from = source.clone();  // CUDA takes pageable memory before it returns
     }
   }
-  const Mark mark = all.streams.post(slot, [to, from]() mutable {
+  auto run = [to, from](std::optional<uint64_t>) mutable {
     c10::impl::ExcludeDispatchKeyGuard without(c10::autocast_dispatch_keyset);
     at::AutoDispatchBelowADInplaceOrView below;
     to.copy_(from);
-  });
+  };
+  if (is_captured) {
+    all.graphs.add({"copy", {{bytes_of(source), false}, {bytes_of(self), true}}, run, {}});
+    return self;
+  }
+  all.order.begin_work(slot);
+  const char* way = !crosses ? "copies within" : to_device ? "copies in" : "copies out";
+  all.counts[std::string(way) + (waits ? ", blocking" : "")]++;
+  all.order.access(slot, bytes_of(source), false, "copy");
+  all.order.access(slot, bytes_of(self), true, "copy");
+  const Mark mark = all.streams.post(slot, [run]() mutable { run({}); });
   if (is_pinned) all.keep_pinned(on_the_host.const_data_ptr(), mark);
   if (waits) all.host_waits_for(mark, all.order.clock(slot), to_device ? "copy to the device" : "copy to the host");
   return self;
@@ -380,6 +416,7 @@ at::Scalar local_scalar_dense(const Tensor& self) {
   auto& all = device();
   Locked locked(all.lock);
   const int slot = current_slot();
+  all.refuse_on_captured_stream(slot, "item");
   all.order.begin_work(slot);
   all.order.access(slot, bytes_of(self), false, "item");
   all.host_waits_for(all.streams.end_of(slot), all.order.clock(slot), "item");

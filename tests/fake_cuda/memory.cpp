@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <tuple>
 
 #include "device.h"
 
@@ -17,8 +18,11 @@ constexpr int kAlreadyRegistered = 712, kNotRegistered = 713;
 struct Piece {
   size_t size;
   int device, slot;
+  int64_t pool;  // of a CUDA graph, or 0
   std::vector<int> other_streams;  // from record_stream
 };
+
+using FreeKey = std::tuple<size_t, int, int64_t>;  // bytes, stream, pool
 
 struct Waiting {  // freed, while other streams may still use it
   void* place;
@@ -27,7 +31,7 @@ struct Waiting {  // freed, while other streams may still use it
 
 struct Caches {
   std::map<void*, Piece> pieces;
-  std::map<std::pair<size_t, int>, std::vector<void*>> free_by_size_and_slot;
+  std::map<FreeKey, std::vector<void*>> free;
   std::vector<Waiting> waiting;
   std::map<const char*, size_t> pinned;
   std::map<const char*, std::vector<Mark>> pinned_uses;
@@ -39,10 +43,15 @@ Caches& caches() {
   return *made;
 }
 
+void put_back(void* place, const Piece& piece) {
+  caches().free[{piece.size, piece.slot, piece.pool}].push_back(place);
+}
+
 // As the allocator of torch: memory that another stream used is free once the events of those uses are over.
 void take_back_waiting() {
   auto& waiting = caches().waiting;
   auto& all = device();
+  if (all.graphs.is_capturing()) return;  // events cannot be asked
   for (auto each = waiting.begin(); each != waiting.end();) {
     const bool is_over = std::all_of(each->until.begin(), each->until.end(),
                                      [&](const auto& recorded) { return all.streams.query(recorded->mark); });
@@ -52,7 +61,7 @@ void take_back_waiting() {
     }
     for (const auto& recorded : each->until) all.order.host_joins(recorded->clock);
     const Piece& piece = caches().pieces.at(each->place);
-    caches().free_by_size_and_slot[{piece.size, piece.slot}].push_back(each->place);
+    put_back(each->place, piece);
     each = waiting.erase(each);
   }
 }
@@ -67,7 +76,7 @@ class DeviceMemory final : public c10::Allocator {
     if (!num_bytes) return {nullptr, nullptr, &nothing, where};
     take_back_waiting();
     const size_t size = (num_bytes + kRound - 1) / kRound * kRound;
-    auto& free = caches().free_by_size_and_slot[{size, current_slot()}];
+    auto& free = caches().free[{size, current_slot(), all.graphs.pool_of(current_slot())}];
     void* place = nullptr;
     if (!free.empty()) {
       place = free.back();
@@ -100,7 +109,9 @@ class DeviceMemory final : public c10::Allocator {
     TORCH_CHECK(place != MAP_FAILED, "no host memory for the fake device");
     statistics.reserved += wanted;
     statistics.max_reserved = std::max(statistics.max_reserved, statistics.reserved);
-    caches().pieces[place] = {size, index, current_slot(), {}};
+    const int64_t pool = all.graphs.pool_of(current_slot());
+    if (pool) std::memset(place, 0xff, size);  // NaN: nothing runs while a graph is captured
+    caches().pieces[place] = {size, index, current_slot(), pool, {}};
     all.order.add_block(place, size, false);
     return place;
   }
@@ -111,7 +122,7 @@ class DeviceMemory final : public c10::Allocator {
     Piece& piece = caches().pieces.at(place);
     all.statistics[piece.device].allocated -= static_cast<int64_t>(piece.size);
     if (piece.other_streams.empty()) {
-      caches().free_by_size_and_slot[{piece.size, piece.slot}].push_back(place);
+      put_back(place, piece);
       return;
     }
     Waiting waiting{place, {}};
@@ -208,20 +219,46 @@ void Device::keep_pinned(const void* place, Mark until) {
 }
 
 void Device::host_waits_for(Mark mark, const Clock& clock, const char* why) {
+  refuse_while_capturing(why);
   counts[std::string("wait: ") + why]++;
   streams.run_until(mark);
   order.host_joins(clock);
 }
 
+void Device::refuse_while_capturing(const std::string& what) const {
+  TORCH_CHECK(!graphs.is_capturing(), "CUDA error: operation not permitted when stream is capturing: ", what);
+}
+
+void Device::refuse_on_captured_stream(int slot, const std::string& what) const {
+  TORCH_CHECK(
+      !graphs.is_capturing(slot), "CUDA error: operation not permitted when stream is capturing: ", what);
+}
+
+void Device::replay(int64_t graph) {
+  refuse_while_capturing("a replay");
+  const int slot = current_slot();
+  order.begin_work(slot);
+  counts["graph launches"]++;
+  for (const Captured& each : graphs.work_of(graph)) {
+    for (const Access& access : each.accesses) order.access(slot, access.bytes, access.writes, each.name);
+    std::optional<uint64_t> seed;
+    if (each.draw) seed = each.draw();
+    streams.post(slot, [run = each.run, seed] { run(seed); });
+  }
+}
+
 void Device::empty_cache() {
+  if (graphs.is_capturing()) return;
   streams.run_all();
   take_back_waiting();
-  for (auto& [key, places] : caches().free_by_size_and_slot) {
+  for (auto& [key, places] : caches().free) {
+    const auto [size, slot, pool] = key;
+    if (pool && graphs.is_pool_in_use(pool)) continue;
     for (void* place : places) {
-      statistics[caches().pieces.at(place).device].reserved -= static_cast<int64_t>(key.first);
+      statistics[caches().pieces.at(place).device].reserved -= static_cast<int64_t>(size);
       order.remove_block(place);
       caches().pieces.erase(place);
-      munmap(place, key.first);
+      munmap(place, size);
     }
     places.clear();
   }
