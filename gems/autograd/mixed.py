@@ -80,6 +80,11 @@ class Mixed:
         layer.register_forward_pre_hook(self._begin)
         layer.register_forward_hook(self._end, always_call=True)
 
+    def refresh(self) -> None:
+        """Update the copies of weights that have changed."""
+        for each in self._copies.values():
+            each.fresh()
+
     def has_copy(self, module: nn.Module, name: str) -> bool:
         """Return whether a weight of a module has a copy."""
         return (id(module), name) in self._copies

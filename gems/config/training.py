@@ -44,6 +44,11 @@ class TrainConfig:
         "run each layer through torch.compile, whose kernels keep other tensors than predictions"
         " count; for schedules with a whole backward, without memory policy, strips and 16 bits",
     )
+    cuda_graphs: bool = flag(
+        False,
+        "capture forward and backward of each stage as CUDA graphs, and replay these; for stages"
+        " without memory policy and strips, others run eagerly",
+    )
     evaluate: bool = flag(True, "measure the metrics on the validation split at the end")
     validate_steps: int | None = number(
         None, "steps between validations; null: only at the end", min=1

@@ -91,6 +91,17 @@ def open_device(machine: MachineConfig, order: Sequence[int] = ()) -> torch.devi
     return device
 
 
+def use_own_stream(device: torch.device) -> None:
+    """Let this thread leave the default stream of a GPU, of which no CUDA graph can be captured."""
+    if device.type != "cuda":
+        return
+    computing = torch.cuda.current_stream(device)
+    if computing == torch.cuda.default_stream(device):
+        own = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        own.wait_stream(computing)
+        torch.cuda.set_stream(own)
+
+
 class Arrival:
     """A tensor on its way to a GPU, and the event of its arrival."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gems.engine.device import DTYPES, seed_generators
+from gems.engine.device import DTYPES, seed_generators, use_own_stream
 from gems.engine.executor import Executor, Training
 from gems.engine.loss import StepWeight, SummedLoss
 from gems.engine.optimization.update import Update
@@ -62,6 +62,8 @@ class Rank:
         check_ranks(plan, comm)
         spec = plan.spec
         replica, index = plan.position(comm.rank)
+        if spec.train.cuda_graphs:
+            use_own_stream(device)
         _choose_convolutions(plan.memory_plan, device)
         reduce_timer_slack()
         recorder = Recorder(part, device)

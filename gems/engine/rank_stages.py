@@ -118,7 +118,9 @@ class Stages:
             None if host_bytes is None else host_bytes // num_sharers,
             forms,
             {key: draws_in(self.named_layers(key), self.draws) for key in forms},
-            self.draws.is_drawing if spec.train.compile and trains else None,
+            self.draws.is_drawing,
+            spec.train.compile and trains,
+            spec.train.cuda_graphs and trains,
             spec.train.stage_wrappers,
         )
 

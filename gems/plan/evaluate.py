@@ -316,6 +316,11 @@ def _check_compiled(spec: RunSpec, trains: bool, schedule: Schedule | None = Non
     cap = spec.schedule.activation_cap_bytes
     for is_so, fault, advice in (
         (
+            spec.train.cuda_graphs,
+            "train.cuda_graphs=true, which captures the kernels of layers as they are",
+            "set train.cuda_graphs=false",
+        ),
+        (
             strips != 1,
             f"parallel.strips={strips}, for which each operation of a layer has a form of its own",
             "leave parallel.strips out",

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from gems.autograd.mixed import Mixed
 from gems.engine.device import Arrival
 from gems.engine.offload.host_copies import CudaCopier
 from gems.engine.supervision.recorder import Recorder
@@ -45,6 +46,7 @@ STAGING = "transport/staging.py"
 RECORDER = "supervision/recorder.py"
 DEVICE_PY = "engine/device.py"
 LOADER = "engine/batch_loader.py"
+GRAPHS = "stages/graphed.py"
 SUM = "optimization/gradient_sum.py"
 MUTANTS = [
     Mutant(
@@ -173,6 +175,10 @@ MUTANTS = [
         ".wait_stream(self._streams[1])",
         "finish",
     ),
+    Mutant("graphs", torch.Tensor, "copy_", GRAPHS, "static.data.copy_(tensor)", "_replay_forward"),
+    Mutant("graphs", torch.Tensor, "copy_", GRAPHS, "static.data.copy_(gradient)", "_backward"),
+    Mutant("graphs", Mixed, "refresh", GRAPHS, "mixed.refresh()", "_replay_forward"),
+    Mutant("graphs", Arrival, "take", LOADER, "arrivals[m].take()", "<lambda>"),
     Mutant("recorded_times", Recorder, "synchronize", RECORDER, "self.synchronize()", "end_step"),
 ]
 _wanted: dict[str, Numbers] = {}

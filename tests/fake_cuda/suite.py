@@ -35,6 +35,7 @@ DIRECTLY = {DIRECT: "1"}
 LATE = {"GEMS_FAKE_CUDA_LATE": "3"}
 TRANSPORT = "GEMS_TEST_TRANSPORT"
 GLOO = {TRANSPORT: "gloo"}
+GRAPHS = {"GEMS_TEST_CUDA_GRAPHS": "1"}
 NCCL = {TRANSPORT: "nccl", APART: "1"}
 
 
@@ -54,6 +55,7 @@ def _mpi(name: str, chosen: str = "", **environment: str) -> Part:
         DIRECT: "device pointers",
         "GEMS_FAKE_CUDA_LATE": "late",
         TRANSPORT: environment.get(TRANSPORT, ""),
+        "GEMS_TEST_CUDA_GRAPHS": "graphs",
     }
     way = ", ".join(way for key, way in ways.items() if key in environment) or "staged"
     return Part(f"{name}, {way}", (f"tests/mpi/test_{name}.py",), chosen, environment, num_ranks=1)
@@ -61,6 +63,7 @@ def _mpi(name: str, chosen: str = "", **environment: str) -> Part:
 
 PARTS = (
     Part("the device", ("tests/fake_cuda/fake_device.py",), num_ranks=1),
+    Part("graphs", ("tests/fake_cuda/fake_graphs.py",), num_ranks=1),
     Part(
         "mutants",
         ("tests/fake_cuda/fake_mutants.py",),
@@ -76,12 +79,16 @@ PARTS = (
     _mpi("exactness", "equals_one and (4-1 or 2-2) or capped or far_ahead", **GLOO),
     _mpi("exactness", "equals_one and (4-1 or 2-2) or capped or far_ahead", **NCCL),
     _mpi("exactness", "equals_one and (gems_master or zb_v) and 4-1", **LATE, **NCCL),
+    _mpi("exactness", "equals_one", **GRAPHS),
+    _mpi("exactness", "equals_one and (gems_master or zb_v) and 4-1", **LATE, **GRAPHS),
     _mpi("memory"),
     _mpi("memory", **DIRECTLY),
     _mpi("memory", "bits_and_bytes and (resnet or unet) and 1f1b", **LATE),
     _mpi("memory", "bits_and_bytes and 1f1b", **NCCL),
     _mpi("resume"),
+    _mpi("resume", **GRAPHS),
     _mpi("training"),
+    _mpi("training", **GRAPHS),
     _mpi("tasks"),
     _mpi("draws"),
     _mpi("zoo"),

@@ -69,11 +69,12 @@ def compiled() -> None:
 
 
 def test_the_device_and_the_engine_on_it() -> None:
-    """The device itself, the mutants of the engine's waits, and tests of the engine's parts."""
+    """The device itself, CUDA graphs on it, mutants of the engine's waits, tests of its parts."""
     here = Path(__file__).parent
     engine = ROOT / "tests" / "engine"
     paths = [
         here / "fake_device.py",
+        here / "fake_graphs.py",
         here / "fake_mutants.py",
         *(engine / f"test_{name}.py" for name in ENGINE),
     ]

@@ -65,6 +65,31 @@ def offload() -> Numbers:
     ]
 
 
+def trained(schedule: str, has_graphs: bool, steps: int = 4, **changes: object) -> Numbers:
+    """Train on one rank, and return weights, buffers and losses."""
+    spec = make_spec(schedule, 1, train__cuda_graphs=has_graphs, train__steps=steps, **changes)
+    rank = Rank.open(evaluate(spec).for_ranks, world(), DEVICE)
+    loader = BatchLoader.open(rank.plan, rank.comm, DEVICE)
+    rank.stages.set_training(True)
+    losses = [rank.train.run(step, loader.batch(step)) for step in range(steps)]
+    loader.close()
+    tensors = [
+        tensor.detach().cpu()
+        for modules in rank.stages.modules.values()
+        for tensor in (*modules.parameters(), *modules.buffers())
+    ]
+    return [*tensors, torch.tensor(losses)]
+
+
+def graphs() -> Numbers:
+    """Train with CUDA graphs, and return also how many were launched: fewer if a replay differed."""
+    before = native().counts().get("graph launches", 0)
+    computing = torch.cuda.current_stream()
+    found = trained("zb_h1", True, train__precision="bf16_mixed")
+    torch.cuda.set_stream(computing)
+    return [*found, torch.tensor(native().counts()["graph launches"] - before)]
+
+
 def _open_store() -> tuple[ActivationStore, HostPool]:
     pool = HostPool(PinnedMemory("rank 0"), "rank 0")
     actions = tuple(map(Action.parse, ROW))
@@ -250,5 +275,6 @@ WORKLOADS: dict[str, Callable[[], Numbers]] = {
         reduced_gradients,
         checkpoints,
         recorded_times,
+        graphs,
     )
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -181,7 +182,9 @@ def make_spec(
         ),
         schedule=ScheduleConfig(schedule),
         partition=PartitionConfig("even"),
-        train=TrainConfig(steps=2, hang_timeout_s=100),
+        train=TrainConfig(
+            steps=2, hang_timeout_s=100, cuda_graphs="GEMS_TEST_CUDA_GRAPHS" in os.environ
+        ),
         benchmark=BenchmarkConfig(skip_steps=0),
         machine=MachineConfig(transport=TRANSPORT),
     )

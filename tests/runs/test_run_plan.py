@@ -289,6 +289,7 @@ def test_costs_in_the_run_yaml_of_an_earlier_version_are_read(spec: RunSpec) -> 
 @pytest.mark.parametrize(
     ("schedule", "changes", "why"),
     [
+        ("1f1b", {"train__cuda_graphs": True}, "train.cuda_graphs=true, which"),
         ("1f1b", {"parallel__strips": 2}, "parallel.strips=2, for which"),
         ("1f1b", {"parallel__strips": 0}, "parallel.strips=0, for which"),
         ("1f1b", {"memory": MemoryConfig("recompute")}, "memory=recompute, which"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -15,6 +16,7 @@ from gems.autograd.mixed import low_copies
 from gems.engine.offload.activation_store import ActivationStore
 from gems.engine.offload.host_pool import HostPool, PinnedMemory
 from gems.engine.stage import SegmentKey, Stage, StageKey
+from gems.engine.stages.graphed import GraphedStage
 from gems.engine.stages.stored import StoredSegment
 from gems.engine.stages.stored_strips import StoredStrips
 from gems.engine.stages.streamed import StreamedStage, StripLayers
@@ -27,6 +29,8 @@ from gems.schedule.action import Kind
 from gems.schedule.schedule import Schedule
 from gems.streaming.strip_run import Draws
 from gems.streaming.strip_stage import StripStage
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,9 @@ class StageOptions:
         min_offload_bytes: Smaller storages stay on the device, unless the plan has another limit.
         forms: The streaming forms of stages in strips.
         draws: The seeds of stages in strips.
-        is_drawing: If given, layers are compiled unless it returns that they draw random numbers.
+        is_drawing: Tells which layers draw random numbers; these are neither compiled nor captured.
+        compiles: Whether layers are compiled.
+        captures: Whether stages are captured as CUDA graphs, if they are on a GPU.
         wrappers: The names of wrappers.
     """
 
@@ -72,7 +78,9 @@ class StageOptions:
     host_limit_bytes: int | None = None
     forms: Mapping[StageKey, StripStage] = field(default_factory=dict)
     draws: Mapping[StageKey, Draws] = field(default_factory=dict)
-    is_drawing: Callable[[nn.Module], bool] | None = None
+    is_drawing: Callable[[nn.Module], bool] = lambda _: False
+    compiles: bool = False
+    captures: bool = False
     wrappers: Sequence[str] = ()
 
 
@@ -99,8 +107,9 @@ def open_stages(
     """
     schedule = options.schedule
     where = f"rank {options.rank}"
-    if options.is_drawing is not None:
+    if options.compiles:
         check_compiler(options.device)
+    captures = _may_capture(options)
     pool = store = None
     if _needs_store(schedule):
         pinned = PinnedMemory(where) if options.device.type == "cuda" else None
@@ -110,7 +119,8 @@ def open_stages(
     by_key: dict[SegmentKey, Stage] = {}
     for key, layers in modules.items():
         stage = whole[key] = _open_stage(key, layers, options, poll, store)
-        segments: Iterable[tuple[int | None, Stage]] = [(schedule.first_segment(key[1]), stage)]
+        running = _graphed(stage, key, options) if captures else stage
+        segments: Iterable[tuple[int | None, Stage]] = [(schedule.first_segment(key[1]), running)]
         if store is not None and not options.forms:
             segments = _cut(stage, key, options, store)
         for name, segment in segments:
@@ -151,9 +161,29 @@ def _open_stage(
             layers, options.forms[key], is_first, poll, options.device, options.draws[key]
         )
         return StreamedStage(in_strips) if store is None else StoredStrips(in_strips, key, store)
-    if options.is_drawing is not None:
+    if options.compiles:
         return CompiledStage(layers, is_first, poll, options.is_drawing)
     return WholeStage(layers, is_first, poll)
+
+
+def _graphed(stage: WholeStage, key: StageKey, options: StageOptions) -> Stage:
+    name = f"stage {key[1]}" + (", upwards" if key[0] else "")
+    return GraphedStage(stage, name, options.is_drawing)
+
+
+def _may_capture(options: StageOptions) -> bool:
+    """Return whether stages are captured as CUDA graphs; the first rank says why they are not."""
+    if not options.captures:
+        return False
+    reasons = {
+        "the device is no GPU": options.device.type != "cuda",
+        "layers run in strips": bool(options.forms),
+        "the memory policy moves or recomputes what layers keep": _needs_store(options.schedule),
+    }
+    why = [reason for reason, is_so in reasons.items() if is_so]
+    if why and options.rank == 0:
+        _log.warning("train.cuda_graphs has no effect: %s", why[0])
+    return not why
 
 
 def _cut(

@@ -1,0 +1,255 @@
+"""Stages as CUDA graphs on the fake device: the numbers of eager stages, and what shows if they would differ.
+
+Run by test_fake_cuda.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gems.config.schema import MemoryConfig
+from gems.engine.device import use_own_stream
+from gems.engine.stages.graphed import GraphedStage
+from gems.engine.stages.whole import WholeStage
+from tests.fake_cuda.load import native
+from tests.fake_cuda.workloads import trained
+from tests.helpers.device import DEVICE
+
+IN_FLIGHT = 3
+ROUNDS = 4
+SHAPE = (2, 3, 8, 8)
+
+pytestmark = pytest.mark.usefixtures("clean_device", "own_stream")
+
+
+@pytest.fixture
+def own_stream():
+    before = torch.cuda.current_stream()
+    use_own_stream(DEVICE)
+    native().clear_counts()
+    yield
+    torch.cuda.set_stream(before)
+
+
+class _Reads(nn.Module):
+    """Reads a value on the host, as a gate that depends on data does."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images * (2.0 if float(images.sum()) > 0 else 1.0)
+
+
+class _Counts(nn.Module):
+    """Depends on how often it was called, which a replay does not know."""
+
+    calls = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls += 1
+        return images * self.calls
+
+
+class _Several(nn.Module):
+    """Returns what a loss of a user's own may take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 2, 1)
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        made = self.conv(images)
+        return {"map": made, "mean": made.mean((2, 3)), "best": made.argmax(1)}
+
+
+def layers(*more: nn.Module) -> nn.ModuleList:
+    torch.manual_seed(2)
+    made = nn.ModuleList(
+        [
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(inplace=True)),
+            *more,
+        ]
+    ).to(DEVICE)
+    for parameter in made.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return made
+
+
+def whole(made: nn.ModuleList) -> WholeStage:
+    return WholeStage(made, is_first=False, poll=lambda: None)
+
+
+def graphed(made: nn.ModuleList, is_drawing: Callable[[nn.Module], bool] = lambda _: False):
+    return GraphedStage(whole(made), "stage 3", is_drawing)
+
+
+def play(stage, is_split: bool = False, loss=None, shapes: Sequence[tuple[int, ...]] = (SHAPE,)):
+    """Run micro-batches, several of which are in flight, and return all that they make."""
+    found = []
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(shape: Sequence[int]) -> Tensor:
+        return torch.randn(tuple(shape), generator=generator).to(DEVICE)
+
+    for number in range(ROUNDS):
+        sizes = {}
+        for index in range(IN_FLIGHT):
+            images = draw(shapes[(number + index) % len(shapes)])
+            (output,) = stage.forward(index, (images,), loss, is_split)
+            found.append(output.clone())
+            sizes[index] = output.shape
+        for index in range(IN_FLIGHT):
+            back = stage.backward_input if is_split else stage.backward
+            gradients, _ = back(index, (draw(sizes[index]),))
+            found += [gradient.clone() for gradient in gradients]
+            if is_split:
+                stage.backward_weight(index)
+    assert stage.num_in_flight == 0
+    parts = [each for module in stage.modules for each in (module.parameters(), module.buffers())]
+    tensors = [tensor for part in parts for tensor in part]
+    return found + tensors + [tensor.grad for tensor in tensors if tensor.grad is not None]
+
+
+def launches() -> int:
+    return native().counts().get("graph launches", 0)
+
+
+def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def summed(outputs: dict[str, Tensor]) -> Tensor:
+    return outputs["map"].square().sum() + outputs["mean"].abs().sum()
+
+
+CASES = {
+    "backward": {},
+    "split backward": {"is_split": True},
+    "two shapes": {"shapes": (SHAPE, (1, 3, 6, 8))},
+    "loss of several outputs": {"loss": summed},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_graphed_stage_has_the_bits_of_an_eager_one(case, caplog):
+    options = CASES[case]
+    more = [_Several()] if "loss" in options else []
+    eager = play(whole(layers(*more)), **options)
+    assert launches() == 0
+    replayed = play(graphed(layers(*more)), **options)
+    assert same(replayed, eager)
+    assert launches() > 0
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_action_of_a_later_step_is_one_launch(case):
+    options = CASES[case]
+    stage = graphed(layers(*([_Several()] if "loss" in options else [])))
+    play(stage, **options)
+    native().clear_counts()
+    play(stage, **options)
+    assert launches() == ROUNDS * IN_FLIGHT * (3 if options.get("is_split") else 2)
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (_Reads(), "F cannot be captured: .* not permitted when stream is capturing: item"),
+        (_Counts(), "the replay of F differs from the same action run eagerly"),
+        (nn.Dropout(0.5), "Dropout draws random numbers"),
+    ],
+)
+def test_what_cannot_be_captured_runs_eagerly_and_is_named_once(layer, reason, caplog):
+    is_drawing = lambda each: isinstance(each, nn.Dropout)  # noqa: E731
+    layer.calls = 0
+    made = layers(layer)
+    torch.cuda.manual_seed(1)
+    found = play(graphed(made, is_drawing))
+    ((_, level, message),) = caplog.record_tuples
+    assert level == logging.WARNING
+    assert re.match(f"stage 3 runs without CUDA graphs: {reason}", message)
+    made = layers(layer)
+    torch.cuda.manual_seed(1)
+    if not isinstance(layer, _Counts):  # which has also counted the capture
+        assert same(found, play(whole(made)))
+
+
+SCHEDULES = {
+    "1f1b": {},
+    "gpipe": {},
+    "zb_h1": {},
+    "gems_master": {},
+    "bf16_mixed": {"train__precision": "bf16_mixed"},
+    "fp16_mixed": {"train__precision": "fp16_mixed"},
+}
+
+
+@pytest.mark.parametrize("case", SCHEDULES)
+def test_a_training_has_the_bits_of_an_eager_one(case, caplog):
+    more = SCHEDULES[case]
+    schedule = "1f1b" if more else case
+    eager = trained(schedule, False, **more)
+    assert same(trained(schedule, True, **more), eager)
+    assert launches() > 0
+    assert not caplog.records
+
+
+def test_segments_run_eagerly_so_far_and_are_named_once(caplog):
+    policy = {"memory": MemoryConfig("recompute", recompute="stage")}
+    eager = trained("1f1b", False, **policy)
+    assert same(trained("1f1b", True, **policy), eager)
+    assert launches() == 0
+    assert [each.getMessage() for each in caplog.records] == [
+        "train.cuda_graphs has no effect: the memory policy moves or recomputes what layers keep"
+    ]
+
+
+def _ends_early(stage: GraphedStage) -> None:
+    """Let a forward give its slot back, as if nothing read it any more."""
+    forward = stage.forward
+
+    def mutated(index: int, *given: object, **named: object) -> object:
+        found = forward(index, *given, **named)
+        flight = stage._flights[index]
+        if flight.slot is not None and not flight.is_checked:
+            stage._free[flight.layouts].append(flight.slot)
+        return found
+
+    stage.forward = mutated
+
+
+def _replays_backward_first(stage: GraphedStage) -> None:
+    replay = stage._replay_forward
+    kept = []
+
+    def mutated(slot: object, inputs: object) -> None:
+        if len(slot.graphs) < 2:
+            replay(slot, inputs)
+            return
+        kept.append((slot, inputs))
+
+    backward = stage._backward
+
+    def late(kind: object, index: int, gradients: object) -> object:
+        found = backward(kind, index, gradients)
+        for slot, inputs in kept:
+            replay(slot, inputs)
+        kept.clear()
+        return found
+
+    stage._replay_forward = mutated
+    stage._backward = late
+
+
+@pytest.mark.parametrize("mutate", [_ends_early, _replays_backward_first])
+def test_a_wrong_use_of_slots_shows(mutate):
+    eager = play(whole(layers()))
+    stage = graphed(layers())
+    mutate(stage)
+    assert not same(play(stage), eager)
