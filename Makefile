@@ -11,7 +11,7 @@ EVERY  ?= 1
 export HDF5_USE_FILE_LOCKING ?= FALSE
 
 BENCHES = bench-engine bench-peers bench-transports bench-split bench-schedules bench-capped bench-strips bench-emulated bench-profile bench-memory \
-          bench-outside bench-fidelity bench-planner bench-slide
+          bench-host-overhead bench-outside bench-fidelity bench-planner bench-slide
 
 .PHONY: help setup run submit plan study status logs cancel diagnose resubmit report test test-device test-gloo test-slurm test-wheel coverage docs docs-test lint \
         format bench $(BENCHES) bench-memory-gpu calibrate clean

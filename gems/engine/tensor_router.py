@@ -49,6 +49,7 @@ class TensorRouter:
             for need in needs:
                 self._takers.setdefault(need, []).append(action)
         self._inbox: dict[tuple[Action, Action], Tensors] = {}  # by taker and source
+        self._inside: dict[tuple[Action, Action], Tensors] = {}  # likewise, between segments
         self._places: dict[Action, list[Place]] = {}  # of the inputs of an action, in order
         self._more_readers: dict[Place, int] = {}  # after the next one, of tensors with several
         self._borrowed: dict[MicroBatchKey, list[tuple[Place, Tensor]]] = {}
@@ -56,7 +57,7 @@ class TensorRouter:
     @property
     def is_empty(self) -> bool:
         """Return whether no tensor is on its way or borrowed."""
-        return not self._inbox and not self._borrowed
+        return not (self._inbox or self._inside or self._borrowed)
 
     def take(self, action: Action) -> Tensors | None:
         """Wait for and return an action's inputs; return None if it takes nothing from others.
@@ -95,8 +96,12 @@ class TensorRouter:
         for taker in self._takers.get(action, ()):
             is_send = taker.kind in SEND_KINDS
             stage = other_stage(taker) if is_send else taker.stage
-            parcel = self._inbox[taker, action] = parts.get(stage, tensors)
-            if not is_send and not _is_inside(taker, action):
+            parcel = parts.get(stage, tensors)
+            if not is_send and _is_inside(taker, action):
+                self._inside[taker, action] = parcel
+                continue
+            self._inbox[taker, action] = parcel
+            if not is_send:
                 parcels.append(parcel)
         if action.kind is Kind.F:
             self._share(action, tensors, len(parcels))
@@ -142,9 +147,7 @@ class TensorRouter:
     def count_between_segments(self, is_counted: Callable[[MicroBatchKey, Tensor], bool]) -> None:
         """Count tensors on their way within stages, without memory that is counted elsewhere."""
         sizes: dict[int, int] = {}
-        for (taker, source), tensors in self._inbox.items():
-            if taker.kind in SEND_KINDS or not _is_inside(taker, source):
-                continue
+        for (_, source), tensors in self._inside.items():
             for tensor in tensors:
                 if tensor is not None and not is_counted(micro_batch_key(source), tensor):
                     sizes[_address(tensor)] = tensor.untyped_storage().nbytes()
@@ -153,6 +156,7 @@ class TensorRouter:
     def reset(self) -> None:
         """Drop all tensors after a failed step."""
         self._inbox.clear()
+        self._inside.clear()
         self._borrowed.clear()
         self.between_stages.set_bytes(0)
         self.between_segments.set_bytes(0)
@@ -165,7 +169,7 @@ class TensorRouter:
             self._inbox.update({(taker, need): tensors for taker in takers})
             self._share(need, tensors, len(takers))
         # pop, so that within a stage the caller holds the only reference to the inputs
-        return self._inbox.pop((action, need))
+        return (self._inside if _is_inside(action, need) else self._inbox).pop((action, need))
 
     def _share(self, source: Action, tensors: Tensors, num_readers: int) -> None:
         if num_readers > 1:

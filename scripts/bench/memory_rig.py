@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -69,6 +69,9 @@ class OneRank:
         self.rank.stages.set_training(True)
         loader = BatchLoader.open(plan, world(), self.device)
         self._batch = loader.batch(0)
+        if self._batch.rows is not None:  # they are read once
+            rows = [*map(self._batch.rows, range(plan.schedule.num_micro_batches))]
+            self._batch = replace(self._batch, rows=rows.__getitem__)
         loader.close()
         self._step = 0
 

@@ -92,6 +92,7 @@ def test_a_cheap_second_run_runs_no_product(name):
     for is_selective in (False, True):
         recomputation = Recomputation(modules, is_selective)
         leaves = (batches(1)[0].requires_grad_(),)
+        recomputation.forward(leaves)  # compares itself with and without a graph
         with Calls() as first:
             _, kept = recomputation.forward(leaves)
         with Calls() as second:
@@ -186,8 +187,9 @@ def test_autograd_saves_the_memory_that_was_kept_and_no_copy_of_it():
     assert [tensor.shape for tensor in seen if tensor.data_ptr() == product.data_ptr()] == [SHAPE]
 
 
-def test_a_first_run_leaves_nothing_but_what_is_kept():
-    """Every tensor that a layer made is gone when the next one runs, though a graph is being recorded."""
+@pytest.mark.parametrize("has_graph", [False, True])
+def test_a_first_run_leaves_nothing_but_what_is_kept(has_graph):
+    """Every tensor that a layer made is gone when the next one runs, even if a graph is recorded."""
     made: list[StorageWeakRef] = []
     is_gone: list[bool] = []
 
@@ -199,12 +201,44 @@ def test_a_first_run_leaves_nothing_but_what_is_kept():
             return out * 2
 
     recomputation = Recomputation(nn.ModuleList([Watched(), conv(), Watched()]))
+    recomputation._has_graph = has_graph
     (leaf,) = batches(1)
     outputs, kept = recomputation.forward((leaf.requires_grad_(),))
     assert [ref.expired() for ref in made] == [True, True]
     assert is_gone == [True]
     assert not outputs[0].requires_grad
     assert list(kept.tensors()) == []
+
+
+class ByGraph(nn.Module):
+    """Computes something else without a graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (2 if torch.is_grad_enabled() else 3)
+
+
+class Hooked(nn.Module):
+    """Fails without a graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x * 2
+        out.register_hook(lambda gradient: gradient)
+        return out
+
+
+@pytest.mark.parametrize(("layer", "has_graph"), [(conv, False), (ByGraph, True), (Hooked, True)])
+def test_a_first_run_has_no_graph_if_that_changes_no_bit(layer, has_graph):
+    recomputation = Recomputation(nn.ModuleList([nn.BatchNorm2d(CHANNELS), layer()]))
+    means = []
+    for number in range(2):
+        (leaf,) = batches(1)
+        (first,), kept = recomputation.forward((leaf.requires_grad_(),))
+        means.append(recomputation.modules[0].running_mean.clone())
+        (second,) = recomputation.recompute((leaf,), kept)
+        assert torch.equal(first, second)
+        assert recomputation._has_graph == has_graph
+        assert recomputation.modules[0].num_batches_tracked == number + 1
+        assert torch.equal(recomputation.modules[0].running_mean, means[-1])
 
 
 def test_what_is_dropped_is_gone():

@@ -5,6 +5,7 @@ It consists of running statistics, counters and random generators.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,17 +68,21 @@ class LayerState:
 
         Return a function that, called after the forward, returns the state that has changed.
         """
-        entries = [entry for module in self._others for entry in _entries(module)]
+        buffers = [entry for module in self._others for entry in _buffers(module)]
+        attributes = [(vars(module), vars(module).copy()) for module in self._others]
 
         def changed() -> ChangedState:
-            found = tuple(entry for entry in entries if entry.has_changed)
+            found = [entry for entry in buffers if entry.has_changed]
+            for now, before in attributes:
+                if not all(map(operator.is_, now.values(), before.values())):
+                    found += (entry for entry in _numbers(now, before) if entry.has_changed)
             for entry in found:
                 if entry.copy is not None:
                     entry.value = (
                         entry.value if entry.value._version == entry.version else entry.copy
                     )
                     entry.copy = None
-            return found
+            return tuple(found)
 
         return changed
 
@@ -90,7 +95,8 @@ class LayerState:
             for attributes, _ in tracked:
                 attributes["track_running_stats"] = False
             for entry in state:
-                entry.home[entry.name] = entry.value
+                value = entry.value
+                entry.home[entry.name] = value.clone() if isinstance(value, Tensor) else value
             yield
         finally:
             for attributes, was in tracked:
@@ -136,10 +142,13 @@ class RandomState:
                 self.set(now)
 
 
-def _entries(module: nn.Module) -> Iterator[_Entry]:
+def _buffers(module: nn.Module) -> Iterator[_Entry]:
     for name, value in module._buffers.items():
         if value is not None:
             yield _Entry(module._buffers, name, value, value.detach().clone(), value._version)
-    for name, value in vars(module).items():
+
+
+def _numbers(now: dict[str, Any], before: dict[str, Any]) -> Iterator[_Entry]:
+    for name, value in before.items():
         if isinstance(value, int | float):
-            yield _Entry(vars(module), name, value)
+            yield _Entry(now, name, value)

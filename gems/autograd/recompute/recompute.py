@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from gems.autograd.outputs import as_tuple
 from gems.autograd.recompute.layer_state import ChangedState, LayerState, RandomState
@@ -48,8 +49,10 @@ class Recomputation:
 
     Source: Chen et al. 2016, section 3. Both runs return the same bits, and leave everything as
     after one run: random numbers are drawn once, and running statistics and counters advance once.
-    If `is_selective`, the outputs of convolutions and matrix products are kept, and only the
-    operations between them are recomputed. Micro-batches may be in flight in any order.
+    The first run records no graph if that gave the same bits for the first micro-batch; otherwise
+    it drops what the graph would keep. If `is_selective`, the outputs of convolutions and matrix
+    products are kept, and only the operations between them are recomputed. Micro-batches may be in
+    flight in any order.
     """
 
     def __init__(self, modules: nn.ModuleList, is_selective: bool = False) -> None:
@@ -57,6 +60,8 @@ class Recomputation:
         self.is_selective = is_selective
         self._state = LayerState(modules)
         self._random: RandomState | None = None
+        # whether a first run records a graph too; None until it is known
+        self._has_graph: bool | None = True if is_selective else None
 
     def forward(
         self, inputs: Sequence[Tensor], run: Run | None = None
@@ -78,11 +83,9 @@ class Recomputation:
         recording: AbstractContextManager[object] = (
             nullcontext() if context.matmuls is None else RecordMatmuls(context.matmuls, random)
         )
-        # This run records a graph too, whose tensors are dropped, because kernels may depend on
-        # whether there is a graph.
         with (
-            torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(_drop, _refuse),
+            torch.set_grad_enabled(self._has_graph is not False),
+            saved_tensors_hooks(id, _refuse),  # keeps no tensor
             recording,
         ):
             made = (run or self._run)(tuple(inputs))
@@ -97,6 +100,8 @@ class Recomputation:
         context.state = changed()
         if random.has_advanced(drawn_from):
             context.random = drawn_from
+        if self._has_graph is None:
+            self._has_graph = not self._is_equal_without_graph(inputs, context)
         return outputs, context
 
     def recompute(
@@ -124,6 +129,26 @@ class Recomputation:
         finally:
             context.drop()
 
+    def _is_equal_without_graph(self, inputs: Sequence[Tensor], context: RecomputeContext) -> bool:
+        """Run the layers with and without a graph, and return whether they give the same bits.
+
+        Kernels may depend on whether there is a graph, and a layer may ask for it.
+        """
+        made = []
+        for has_graph in (True, False):
+            given = tuple(tensor.clone() for tensor in inputs)
+            try:
+                with (
+                    torch.set_grad_enabled(has_graph),
+                    saved_tensors_hooks(id, _refuse),
+                    self._state.replay(context.state),
+                    self._random_state(inputs).replay(context.random),
+                ):
+                    made.append([tensor.detach() for tensor in self._run(given)])
+            except Exception:
+                return False
+        return all(map(torch.equal, *made))
+
     def _run(self, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         for module in self.modules:
             values = as_tuple(module(*values))
@@ -135,11 +160,7 @@ class Recomputation:
         return self._random
 
 
-def _drop(tensor: Tensor) -> None:
-    """Keep nothing of a tensor that autograd saves."""
-
-
-def _refuse(nothing: None) -> Tensor:
+def _refuse(dropped: int) -> Tensor:
     raise RuntimeError(
         "a backward inside of a forward that is to be recomputed: nothing was saved for it"
     )

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from gems.autograd.convolutions import ConvolutionWatch
 from gems.autograd.storages import storage_addresses
 from gems.engine.offload.host_copies import Copy, CpuCopier, CudaCopier
 from gems.engine.offload.host_pool import HostPool
-from gems.engine.offload.saved_tensor_table import SavedStorage, SavedTensor, SavedTensorTable
+from gems.engine.offload.saved_tensor_table import (
+    SavedStorage,
+    SavedTensor,
+    SavedTensorTable,
+    Trail,
+)
 from gems.engine.supervision.recorder import COPY_IN, COPY_OUT, MemoryCounter, Recorder
+from gems.memory.residency import Script
+from gems.memory.timeline import micro_batch_scripts
 from gems.schedule.action import Action, Kind
 from gems.schedule.schedule import Schedule
 
@@ -42,7 +51,9 @@ class ActivationStore:
     Tensors are kept by direction, stage and micro-batch. The rules are those of
     `gems.memory.residency`: each storage is counted once and moved once in each direction, however
     many tensors share it. Parameters and buffers are never moved. Inputs of a stage are moved only
-    if the schedule recomputes and offloads the stage as one.
+    if the schedule recomputes and offloads the stage as one. Micro-batches that are never moved are
+    left to autograd once the first one has been measured: those with the same actions on a stage
+    count the same bytes.
     """
 
     def __init__(
@@ -73,6 +84,8 @@ class ActivationStore:
         self._min_offload_bytes = min_offload_bytes
         self._convolutions = convolutions
         self._tables: dict[MicroBatchKey, SavedTensorTable] = {}
+        self._scripts = micro_batch_scripts(action for _, action in schedule.actions())
+        self._trails: dict[tuple[int, int, Script], Trail] = {}
         self._lock = threading.RLock()  # saved-tensor hooks run on autograd's threads too
 
     @property
@@ -83,33 +96,43 @@ class ActivationStore:
     def begin(self, key: MicroBatchKey, inputs: Sequence[Tensor]) -> None:
         """Begin a micro-batch of a stage with its inputs."""
         direction, stage, micro_batch = key
-        segments = self._schedule.segments_of(stage)
-        offloaded = [
-            s
-            for s in segments
-            if self._schedule.has(Kind.OFFLOAD, stage, micro_batch, direction, s)
-        ]
+        script = self._scripts[key]
+        offloaded = {segment for kind, segment in script if kind is Kind.OFFLOAD}
         takes_inputs = self._schedule.inputs_leave(stage, micro_batch, direction)
         table = SavedTensorTable(
-            (s or 0 for s in segments), {s or 0 for s in offloaded}, inputs, takes_inputs
+            {segment for _, segment in script},
+            offloaded,
+            inputs,
+            takes_inputs,
+            self._trails.get((direction, stage, script)),
         )
         with self._lock:
             self._tables[key] = table
+            if table.is_measured:
+                self.counters.saved_bytes += table.trail.saved_bytes
 
     def takes_inputs(self, key: MicroBatchKey) -> bool:
         """Return whether only the store holds a micro-batch's inputs after its forward."""
         return self._tables[key].input_bytes is not None
 
-    def saved_tensor_hooks(self, key: MicroBatchKey, segment: int) -> AbstractContextManager[None]:
-        """Return a context that stores what autograd saves for the backward of a segment."""
+    @contextmanager
+    def saved_tensor_hooks(self, key: MicroBatchKey, segment: int) -> Iterator[None]:
+        """Store what autograd saves inside a block for the backward of a segment, and count it."""
         table = self._tables[key]
-        return torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: self._save(table, segment, tensor), self.load
-        )
+        with (
+            nullcontext()
+            if table.is_measured
+            else saved_tensors_hooks(partial(self._save, table, segment), self.load)
+        ):
+            yield
+        self._update_counter(table)
 
     def save(self, key: MicroBatchKey, segment: int, tensor: Tensor) -> SavedTensor:
         """Save a tensor for the recomputation of a segment, as if autograd had saved it."""
-        return self._save(self._tables[key], segment, tensor)
+        table = self._tables[key]
+        saved = self._save(table, segment, tensor)
+        self._update_counter(table)
+        return saved
 
     def load(self, saved: SavedTensor) -> Tensor:
         """Return a saved tensor on the device; it may be loaded more than once.
@@ -117,13 +140,13 @@ class ActivationStore:
         Raises:
             RuntimeError: The tensor was changed in place after it was saved.
         """
-        if saved.storage is None:
-            return saved.read()
-        with self._lock:
-            if saved.tensor is None:
-                self._load_missing(saved.storage)
-            self._wait_for_copy_in(saved.storage)
-            return saved.read()
+        storage = saved.storage
+        if storage is not None and (saved.tensor is None or storage.coming is not None):
+            with self._lock:
+                if saved.tensor is None:
+                    self._load_missing(storage)
+                self._wait_for_copy_in(storage)
+        return saved.read()
 
     def record_outputs(self, key: MicroBatchKey, segment: int, outputs: Iterable[Tensor]) -> None:
         """Record the outputs of a segment, which stay in use for a while."""
@@ -132,12 +155,7 @@ class ActivationStore:
     def is_counted(self, key: MicroBatchKey, tensor: Tensor) -> bool:
         """Return whether a tensor's memory is counted already, as saved here or as an input."""
         table = self._tables.get(key)
-        memory = tensor.untyped_storage()
-        saved = None if table is None else table.find(memory)
-        return table is not None and (
-            (saved is not None and table.residency.is_on_device(saved.number))
-            or table.is_given(memory)
-        )
+        return table is not None and table.is_counted(tensor.untyped_storage())
 
     def offload(self, action: Action) -> None:
         """Post the copy of a segment's saved tensors to host memory."""
@@ -188,7 +206,7 @@ class ActivationStore:
                     where = (stage, micro_batch, direction, None if is_whole else segment)
                     if not self._schedule.has(Kind.FREE, *where) and self._copier.is_done(copy):
                         self._free(table, segment)
-                self._update_counter(table)
+                        self._update_counter(table)
 
     def end_backward(
         self, key: MicroBatchKey, segment: int, for_weights: Iterable[Tensor] = ()
@@ -196,10 +214,11 @@ class ActivationStore:
         """End the backward of a segment; its weight gradients will still read `for_weights`."""
         with self._lock:
             table = self._tables[key]
-            for tensor in for_weights:
+            for tensor in () if table.is_measured else for_weights:
                 if self._is_managed(table, tensor):
                     table.for_weights.add(self._add(table, ~segment, tensor))
                     table.open.add(~segment)
+                    table.trail.deferred.add(~segment)
             self._end(key, segment)
 
     def end_weight_gradients(self, key: MicroBatchKey, segment: int) -> None:
@@ -228,23 +247,23 @@ class ActivationStore:
         if (
             type(tensor) is not Tensor
             or tensor.layout is not torch.strided
-            or tensor.device != self._device
             or tensor._is_zerotensor()  # of forward mode, without memory
         ):
             return False
         memory = tensor.untyped_storage()
+        address = memory.data_ptr()
         return (
-            memory.nbytes() > 0
-            and memory.data_ptr() not in self._parameters
-            and not table.is_given(memory)
+            address not in self._parameters
+            and address not in table.given
+            and memory.nbytes() > 0
+            and tensor.device == self._device
         )
 
     def _save(self, table: SavedTensorTable, segment: int, tensor: Tensor) -> SavedTensor:
         with self._lock:
-            if not self._is_managed(table, tensor):
+            if table.is_measured or not self._is_managed(table, tensor):
                 return SavedTensor(tensor)
             saved = self._add(table, segment, tensor)
-            self._update_counter(table)
             return saved.save(tensor, table.residency.is_on_device(saved.number))
 
     def _add(self, table: SavedTensorTable, segment: int, tensor: Tensor) -> SavedStorage:
@@ -257,14 +276,15 @@ class ActivationStore:
         saved, is_new, is_held = table.save(tensor, segment, is_movable)
         if is_new:
             self.counters.saved_bytes += saved.num_bytes
-        if is_held:
+            table.trail.saved_bytes += saved.num_bytes
+        elif is_held:
             saved.rebuild(tensor.untyped_storage())
         return saved
 
     def _update_counter(self, table: SavedTensorTable) -> None:
         # once at the end of each method: changes inside a method are no peak
         before = table.counted_bytes
-        table.counted_bytes = table.residency.device_bytes
+        table.count_device_bytes()
         if table.counted_bytes != before:
             self.activations.count_bytes(table.counted_bytes - before)
 
@@ -299,6 +319,7 @@ class ActivationStore:
     def _wait_for_copy_in(self, saved: SavedStorage) -> None:
         if saved.coming is not None and not saved.coming.is_waited_for:
             self._copier.wait(saved.coming)
+        saved.coming = None
 
     def _end(self, key: MicroBatchKey, segment: int) -> None:
         table = self._tables[key]
@@ -308,6 +329,10 @@ class ActivationStore:
         self._update_counter(table)
         if not table.open:
             del self._tables[key]
+            script = self._scripts[key]
+            is_moved = any(kind is Kind.OFFLOAD for kind, _ in script)
+            if not is_moved and self._schedule.num_strips == 1:
+                self._trails[*key[:2], script] = table.trail
 
     def _release_buffer(self, saved: SavedStorage) -> None:
         if saved.buffer is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -154,12 +155,27 @@ class SavedStorage:
             saved.rebuild(memory)
 
 
+@dataclass(slots=True)
+class Trail:
+    """What is counted of a micro-batch on a stage, in the order of its actions.
+
+    The bytes on the device at each count, the segments whose weight gradients read saved storages,
+    and which outputs of a segment are saved.
+    """
+
+    device_bytes: list[int] = field(default_factory=list)
+    saved_bytes: int = 0
+    deferred: set[int] = field(default_factory=set)
+    outputs: dict[int, list[bool]] = field(default_factory=dict)
+
+
 class SavedTensorTable:
     """The saved storages of a micro-batch in one stage and direction, indexed by their memory.
 
     `segments` are the segments of the stage; those in `offloaded` have an OFFLOAD action. `given`
     are the inputs of the stage, which are counted elsewhere. If the table `takes_inputs`, they are
-    saved here instead, like what the forward makes.
+    saved here instead, like what the forward makes. With the `trail` of an equal micro-batch, of
+    which nothing was moved, the table `is_measured`: it counts the same and holds nothing.
     """
 
     def __init__(
@@ -168,16 +184,20 @@ class SavedTensorTable:
         offloaded: Collection[int],
         given: Sequence[Tensor],
         takes_inputs: bool = False,
+        trail: Trail | None = None,
     ) -> None:
+        self.is_measured = trail is not None
+        self.trail = trail or Trail()
+        self._counts = iter(self.trail.device_bytes)
         self.residency = Residency(offloaded)
-        self.counted_bytes = 0  # the part of the rank's total that `residency.device_bytes` made
+        self.counted_bytes = 0  # the part of the rank's total that this micro-batch made
         # segments whose backward has not ended; `~segment` stands for its weight gradients
-        self.open = set(segments)
+        self.open = self.trail.deferred.union(segments)
         self.leaving: dict[int, Copy] = {}
         self.coming: dict[int, Copy] = {}
         self.for_weights: set[SavedStorage] = set()  # read later by weight gradients
         self.input_bytes = sum(tensor.nbytes for tensor in given) if takes_inputs else None
-        self._given = set() if takes_inputs else storage_addresses(given)
+        self.given = set() if takes_inputs else storage_addresses(given)  # addresses
         self._storages: dict[Key, SavedStorage] = {}
         self._by_address: dict[int, SavedStorage] = {}
         self._outputs: dict[int, set[int]] = {}
@@ -192,9 +212,21 @@ class SavedTensorTable:
         """Return storages by their numbers."""
         return [self._storages[number] for number in numbers]
 
-    def is_given(self, memory: UntypedStorage) -> bool:
-        """Return whether memory belongs to an input of the stage."""
-        return memory.data_ptr() in self._given
+    def is_counted(self, memory: UntypedStorage) -> bool:
+        """Return whether memory is counted, as saved on the device or as an input of the stage."""
+        saved = self.find(memory)
+        is_saved = saved is not None and (
+            self.is_measured or self.residency.is_on_device(saved.number)
+        )
+        return is_saved or memory.data_ptr() in self.given
+
+    def count_device_bytes(self) -> None:
+        """Take the bytes that are on the device now as counted."""
+        if self.is_measured:
+            self.counted_bytes = next(self._counts)
+        else:
+            self.counted_bytes = self.residency.device_bytes
+            self.trail.device_bytes.append(self.counted_bytes)
 
     def find(self, memory: UntypedStorage) -> SavedStorage | None:
         """Return the saved storage that is or was in `memory`, if there is one."""
@@ -231,7 +263,14 @@ class SavedTensorTable:
         """Record the outputs of a segment, which stay in use for a while."""
         if self.input_bytes is not None:
             return  # inputs that a stage passes on are sent, and counted there
-        found = (self.find(tensor.untyped_storage()) for tensor in outputs)
+        memories = [tensor.untyped_storage() for tensor in outputs]
+        if self.is_measured:
+            for memory, is_saved in zip(memories, self.trail.outputs[segment], strict=True):
+                if is_saved:
+                    self.add_memory(SavedStorage(0, memory.nbytes()), memory)
+            return
+        found = [self.find(memory) for memory in memories]
+        self.trail.outputs[segment] = [saved is not None for saved in found]
         self._outputs[segment] = {saved.number for saved in found if saved is not None}
 
     def offload(self, segment: int) -> list[SavedStorage]:

@@ -209,6 +209,7 @@ class WholeStage(Stage):
             first = next(tensors_in(output))
             if first.requires_grad:
                 first.register_hook(lambda _: self.poll())  # type: ignore[no-untyped-call]
+            del first  # or it would outlive the next layer
             polled_s = time.perf_counter()
         return as_tuple(output) if loss is None else (loss(output),)
 
