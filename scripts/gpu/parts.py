@@ -38,7 +38,8 @@ def _row(entry: dict[str, Any], is_fake: bool) -> Row:
     if "tests" in entry:
         chosen = ["-k", entry["only"]] if "only" in entry else []
         program = [*PYTEST.split(), *chosen, *entry["tests"]]
-        environment = {"GEMS_TEST_DEVICE": "fake_cuda" if is_fake else "cuda"}
+        device = {"GEMS_TEST_DEVICE": "fake_cuda" if is_fake else "cuda"}
+        environment = entry.get("environment", {}) | device
         read = pytest_counts
     elif "call" in entry:
         arguments = json.dumps(entry.get("arguments", []))
