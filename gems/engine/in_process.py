@@ -152,11 +152,16 @@ def _with_objects(
     """Return the run with targets for the objects of a script."""
     if all(value is None for value in (model, dataset, validation_dataset, loss)):
         return spec
-    found = spec.model
+    model_config = spec.model
     data = spec.data
     if model is not None:
         target, kwargs, path = target_of("model", model)
-        found = replace(found, target=target, kwargs=found.kwargs | kwargs, path=path or found.path)
+        model_config = replace(
+            model_config,
+            target=target,
+            kwargs=model_config.kwargs | kwargs,
+            path=path or model_config.path,
+        )
     if dataset is not None:
         target, kwargs, path = target_of("data", dataset)
         data = replace(data, target=target, kwargs=data.kwargs | kwargs, path=path or data.path)
@@ -165,7 +170,7 @@ def _with_objects(
         data = replace(
             data, validation_target=target, validation_kwargs=data.validation_kwargs | kwargs
         )
-    spec = replace(spec, model=found, data=data)
+    spec = replace(spec, model=model_config, data=data)
     if loss is not None:
         target, kwargs, path = target_of("loss", loss)
         spec = replace(spec, loss=replace(spec.loss, target=target, kwargs=kwargs, path=path))

@@ -383,15 +383,15 @@ def older_folders(own: Path) -> list[Path]:
 
     They exist because earlier versions computed other IDs.
     """
-    found = []
+    others = []
     for path in sorted(own.parent.glob(f"{escape(own.name[:-8])}{'[0-9a-f]' * 8}")):
         with contextlib.suppress(ConfigError, OSError):  # not a run, or an unreadable one
             if (
                 path != own
                 and _id_in(path, (path / "run.yaml").stat().st_mtime_ns) == own.name[-8:]
             ):
-                found.append(path)
-    return found
+                others.append(path)
+    return others
 
 
 @functools.cache

@@ -85,12 +85,12 @@ def check_code(folder: Path, summary: dict[str, Any]) -> str | None:
     """Compare the archive in a bundle with its summary, and return what is wrong, or None."""
     expected = summary.get("code_blake2b")
     try:
-        found = hash_of(folder / CODE_ZIP)
+        actual = hash_of(folder / CODE_ZIP)
     except OSError as error:
         return f"{folder / CODE_ZIP} cannot be read ({error.strerror})"
-    if expected is not None and found != expected:
+    if expected is not None and actual != expected:
         return (
-            f"{folder / CODE_ZIP} is not what was prepared (BLAKE2b {found[:16]}, not"
+            f"{folder / CODE_ZIP} is not what was prepared (BLAKE2b {actual[:16]}, not"
             f" {expected[:16]})"
         )
     return None

@@ -54,21 +54,21 @@ def fastest(
             planner.model(size)
     search_begin = time.perf_counter()
     end = search_begin + budget_s
-    found = _search(planner, asked, num_best, end)
-    best = [planner.with_noise(choice) for choice in found.best]
+    result = _search(planner, asked, num_best, end)
+    best = [planner.with_noise(choice) for choice in result.best]
     more = [] if also is None else also(planner, best, asked)
     best = sorted((*best, *more), key=lambda each: (each.score_s, each.most_bytes))[:num_best]
     search_s = time.perf_counter() - search_begin
-    found = replace(
-        found,
+    result = replace(
+        result,
         best=planner.confirmed(best),
-        num_simulated=found.num_simulated + len(more),
-        num_candidates=found.num_candidates + len(more),
+        num_simulated=result.num_simulated + len(more),
+        num_candidates=result.num_candidates + len(more),
     )
-    if not found.best:
-        lean = leanest_or_refuse(planner, asked, found, num_gpus, end)
-        found = replace(
-            found, best=(planner.with_noise(lean),), num_simulated=found.num_simulated + 1
+    if not result.best:
+        lean = leanest_or_refuse(planner, asked, result, num_gpus, end)
+        result = replace(
+            result, best=(planner.with_noise(lean),), num_simulated=result.num_simulated + 1
         )
     facts = {
         "source": "simulated",
@@ -79,20 +79,20 @@ def fastest(
         "device_bytes": spec.machine.device_bytes,
         "gpus": num_gpus,
     }
-    return facts | _answer(found, search_begin - begin, search_s), found
+    return facts | _answer(result, search_begin - begin, search_s), result
 
 
-def _answer(found: SearchResult[Choice], profile_s: float, search_s: float) -> dict[str, Any]:
+def _answer(result: SearchResult[Choice], profile_s: float, search_s: float) -> dict[str, Any]:
     return {
-        "choices": [choice.to_json(found.best[0]) for choice in found.best],
-        "is_exact": found.is_exact,
-        "candidates": found.num_candidates,
-        "simulated": found.num_simulated,
-        "too_large": found.num_too_large,
-        "pruned_by_bytes": found.num_pruned_bytes,
-        "pruned_by_time": found.num_pruned_time,
-        "impossible": found.num_impossible,
-        "left": found.num_left,
+        "choices": [choice.to_json(result.best[0]) for choice in result.best],
+        "is_exact": result.is_exact,
+        "candidates": result.num_candidates,
+        "simulated": result.num_simulated,
+        "too_large": result.num_too_large,
+        "pruned_by_bytes": result.num_pruned_bytes,
+        "pruned_by_time": result.num_pruned_time,
+        "impossible": result.num_impossible,
+        "left": result.num_left,
         "profile_s": profile_s,
         "search_s": search_s,
     }
@@ -118,15 +118,15 @@ def _search(
     def is_over() -> bool:
         return time.perf_counter() > (end if fitting else last)
 
-    found = search(asked, replace(rules, evaluate=evaluate), num_best, is_over)
-    if found.best or planner.limit_bytes is None or not found.num_left:
-        return found
+    result = search(asked, replace(rules, evaluate=evaluate), num_best, is_over)
+    if result.best or planner.limit_bytes is None or not result.num_left:
+        return result
     rest = [one for one in asked if one not in tried]
     lean = leanest(planner, rest, planner.limit_bytes, begin + (end - begin) * LEAN_SHARE)
     if lean is None:
-        return found
+        return result
     return replace(
-        found, best=(lean,), num_simulated=found.num_simulated + 1, num_left=found.num_left - 1
+        result, best=(lean,), num_simulated=result.num_simulated + 1, num_left=result.num_left - 1
     )
 
 

@@ -155,16 +155,9 @@ def _in_job(mpi_probe: MpiProbe, limit_min: float) -> dict[str, Any]:
         raise ConfigError("cluster.scheduler", cluster.scheduler, text, "submit a run")
     scheduler.check_submission(cluster)
     scheduler.check_here()
-    nodes = min(RANKS, scheduler.max_nodes(cluster.partition) or RANKS)
+    pair = mpi_probe.pair(scheduler.max_nodes(cluster.partition) or RANKS)
     folder = _folder(mpi_probe)
-    small = replace(
-        job,
-        name="probe",
-        nodes=nodes,
-        tasks=RANKS,
-        tasks_per_node=RANKS // nodes,
-        minutes=min(job.minutes, JOB_MINUTES),
-    )
+    small = replace(pair, name="probe", minutes=min(job.minutes, JOB_MINUTES))
     result = probe_json(folder)
     log = folder.logs / "probe.log"
     token = new_token()
@@ -180,7 +173,7 @@ def _in_job(mpi_probe: MpiProbe, limit_min: float) -> dict[str, Any]:
         if job_id is not None:  # interrupted meanwhile
             scheduler.cancel([job_id])
         raise
-    report(f"job {job_id} probes {cluster.name} on {nodes} nodes")
+    report(f"job {job_id} probes {cluster.name} on {small.nodes} nodes")
     _wait(scheduler, job_id, limit_min)
     deadline_s = time.monotonic() + VISIBLE_LIMIT_S
     while not result.exists() and time.monotonic() < deadline_s:
@@ -189,7 +182,7 @@ def _in_job(mpi_probe: MpiProbe, limit_min: float) -> dict[str, Any]:
     outputs = [log] if log.exists() else folder.logs.glob("*.out")
     tail = tuple(line for path in outputs for line in path.read_text(errors="replace").splitlines())
     ended = Ended(0 if result.exists() else 1, tail)
-    return mpi_probe.read(ended, folder) | {"nodes": nodes}
+    return mpi_probe.read(ended, folder) | {"nodes": small.nodes}
 
 
 def _wait(scheduler: Scheduler, job_id: str, limit_min: float) -> None:

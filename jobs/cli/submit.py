@@ -26,7 +26,7 @@ from jobs.launch.launch import collect as collect_run
 from jobs.launch.submission import prepare_here, submit_chain, submit_run
 from jobs.preflight.checks import Check, passed, preflight, show
 from jobs.preflight.cost import DRY_RUN, FORCE, YES
-from jobs.schedulers.scheduler import scheduler_for
+from jobs.schedulers.scheduler import write_script
 from jobs.status.job_record import gone_verifier, read_chain
 from jobs.status.lookup import RUNS_DIR, find_one_run
 from jobs.status.run_status import run_statuses
@@ -97,7 +97,7 @@ def submit(spec: RunSpec, options: Options) -> int:
     folder = RunFolder.of(spec)
     if DRY_RUN in options.flags:
         argv = command(job, folder)
-        script = _script(job, folder) if job.is_batch else None
+        script = write_script(job, folder) if job.is_batch else None
         here = is_on_site(job.cluster)
         checks = passed(preflight(spec, job, script, partial(evaluate, spec), here=here))
         _show(job, folder, argv, script, checks, options)
@@ -138,15 +138,6 @@ def _job_to_await(runs_dir: str, options: Options) -> str | None:
             "wait for it: nothing else would",
         )
     return (read_chain(folder) or [run.job_id])[-1]
-
-
-def _script(job: JobSpec, folder: RunFolder) -> str:
-    """Return the batch script, and report what a user should know of its submission."""
-    scheduler = scheduler_for(job.cluster)
-    script = scheduler.script(job, folder)
-    for note in scheduler.notes(script):
-        report(note)
-    return script
 
 
 def _show(

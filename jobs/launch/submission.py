@@ -25,7 +25,7 @@ from jobs.launch.transaction import Ownership, SignalsWait, submit_owned
 from jobs.preflight.checks import Check, passed, preflight
 from jobs.preflight.cost import is_confirmed
 from jobs.preflight.layouts import plan_of_start
-from jobs.schedulers.scheduler import scheduler_for
+from jobs.schedulers.scheduler import scheduler_for, write_script
 from jobs.status.job_record import gone_verifier, write_chain
 
 
@@ -69,10 +69,7 @@ def submit_run(
         job = replace(job_spec(run), after=job.after)
         report(f"{layout[1]}: the run starts by {run.layout}")
     make_plan = plan if layout is None else lambda: layout[0]
-    script = scheduler.script(job, folder)
-    for note in scheduler.notes(script):
-        report(note)
-    checks = passed(preflight(run, job, script, make_plan))
+    checks = passed(preflight(run, job, write_script(job, folder), make_plan))
     if not is_confirmed([job] * num_jobs, assume_yes=assume_yes):
         report("nothing is submitted")
         return None

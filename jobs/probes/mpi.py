@@ -119,7 +119,7 @@ class MpiProbe:
         ended = self.run(folder, environment)
         if ended.stopped_by is not None:
             return ended
-        result = self.read(ended, folder) | {"nodes": self._pair.nodes}
+        result = self.read(ended, folder) | {"nodes": min(self.job.nodes, RANKS)}
         self.keep(result)
         report(f"probe: {describe_probe(result)}")
         return None
@@ -130,14 +130,14 @@ class MpiProbe:
         output = Output(folder.logs / "probe.log", echo=False)
         return run_ranks(self.argv(folder), environment, output, LIMIT_S)
 
-    @property
-    def _pair(self) -> JobSpec:
-        """The resources of two ranks of the job, on two nodes if it has them."""
-        job = self.job
-        nodes = min(job.nodes, RANKS)
+    def pair(self, nodes: int) -> JobSpec:
+        """Return the resources of two ranks of the job, on two nodes if there are as many."""
+        nodes = min(nodes, RANKS)
         per_node = RANKS // nodes
-        nodelist = job.nodelist[:nodes]
-        return replace(job, nodes=nodes, tasks=RANKS, tasks_per_node=per_node, nodelist=nodelist)
+        nodelist = self.job.nodelist[:nodes]
+        return replace(
+            self.job, nodes=nodes, tasks=RANKS, tasks_per_node=per_node, nodelist=nodelist
+        )
 
     def argv(self, folder: RunFolder) -> list[str]:
         """Return the command line of the probe, which writes `probe_json`."""
@@ -150,7 +150,7 @@ class MpiProbe:
         if job.launcher == "mpiexec":
             return mpiexec_argv(RANKS, program)
         by = {"flux": by_flux, "hydra": by_hydra, "pals": by_pals}.get(job.launcher, by_srun)
-        return by(self._pair, folder, program)
+        return by(self.pair(job.nodes), folder, program)
 
     def read(self, ended: Ended, folder: RunFolder) -> dict[str, Any]:
         """Return the result of the probe.

@@ -29,6 +29,7 @@ from jobs.batch.command import (
     run_command,
 )
 from jobs.batch.job import Job, JobQuery, UnclearSubmissionError, script_path
+from jobs.batch.output import report
 from jobs.batch.preset_limits import is_on_site
 from jobs.batch.resources import JobSpec, Work
 from jobs.batch.script import check_path, export_lines, module_lines, render, report_short_job
@@ -302,6 +303,10 @@ class Scheduler(ABC):
     def find_job(self, job_id: str) -> tuple[Job | None, tuple[str, ...]]:
         """Return all that is known of a job, and the errors of commands that did not answer."""
 
+    def describe_wait(self, job_id: str, reason: str) -> str:
+        """Describe why a job waits, by the system's reason, and what to do if it needs a user."""
+        return reason
+
     @abstractmethod
     def own_job(self, job_id: str, limit_s: float) -> Job | None:
         """Query the job that this process is in; None if there is no answer in time."""
@@ -356,6 +361,15 @@ SCHEDULERS: Registry[Scheduler] = registries.SCHEDULERS
 def scheduler_for(cluster: ClusterConfig) -> Scheduler:
     """Return the system that gets a cluster's jobs."""
     return SCHEDULERS[cluster.scheduler]
+
+
+def write_script(job: JobSpec, folder: RunFolder) -> str:
+    """Return a job's batch script, and report what a user should know of its submission."""
+    scheduler = scheduler_for(job.cluster)
+    script = scheduler.script(job, folder)
+    for note in scheduler.notes(script):
+        report(note)
+    return script
 
 
 def _run_folders(works: Iterable[Work]) -> list[RunFolder]:

@@ -49,6 +49,10 @@ MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 SBATCH_OPTIONS = FreeOptions(
     "cluster.sbatch", OWN_KEYS, r"[a-z][a-z0-9-]*", "the long name of an sbatch option", "qos=debug"
 )
+NEVER_STARTS = (
+    "it never starts, as a job that it depends on did not end as it must; cancel it and submit it"
+    " again"
+)
 REQUEUE_LIMIT_S = 20.0
 STEP_FIELDS = (
     "JobID",
@@ -203,6 +207,16 @@ class Slurm(Scheduler):
             wholes = dict.fromkeys(JobId.parse(number).number for number in numbers)
             jobs += slurm_jobs.list_jobs(f"--jobs={','.join(wholes)}", cluster)
         return jobs
+
+    def describe_wait(self, job_id: str, reason: str) -> str:
+        """Add how to release a job that its user holds, and that a dependency never comes true."""
+        if reason == slurm_jobs.NEVER_SATISFIED:
+            return f"{reason}: {NEVER_STARTS}"
+        if reason != slurm_jobs.HELD:
+            return reason
+        number = JobId.parse(job_id)
+        words = ["scontrol", *slurm_jobs.on(number.cluster), "release", number.local]
+        return f"{reason}: `{' '.join(words)}` lets it go"
 
     def own_job(self, job_id: str, limit_s: float) -> Job | None:
         """Query scontrol."""

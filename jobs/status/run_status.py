@@ -18,7 +18,7 @@ from gems.runs.heartbeat import FINISHED, Beat, read_beats
 from gems.runs.owner import SUBMITTING, UNFINISHED, is_alive_here
 from jobs.batch.command import SchedulerError
 from jobs.batch.job import ACTIVE as JOB_ACTIVE
-from jobs.batch.job import PENDING, STARTING, SUSPENDED, Job, JobId, JobQuery
+from jobs.batch.job import PENDING, STARTING, SUSPENDED, Job, JobQuery
 from jobs.schedulers.scheduler import (
     is_job_id,
     query_accounting,
@@ -26,15 +26,10 @@ from jobs.schedulers.scheduler import (
     scheduler_at,
     system_of,
 )
-from jobs.schedulers.slurm_client.jobs import HELD, NEVER_SATISFIED, SACCT, on
 from jobs.status.job_record import JobRecord, complete_submissions, read_chain, read_or_empty
 
 MISSING = "missing"
 UNREADABLE = "unreadable"
-NEVER_STARTS = (
-    "it never starts, as a job that it depends on did not end as it must; cancel it and submit it"
-    " again"
-)
 WAITING = ("submitted", "requeued")
 ACTIVE = (*UNFINISHED, "pending", "starting", "suspended", "stalled")
 FOLDER = "status.json"
@@ -320,8 +315,13 @@ def read_status(folder: RunFolder) -> Mapping[str, Any]:
 def _judged(run: RunStatus, queue: JobQuery, accounting: JobQuery) -> RunStatus:
     """Return the status by SLURM, the process or the heartbeats; `run` is the recorded status."""
     if run.may_be_queued and run.job_id is not None:
-        job = queue.jobs.get(run.job_id) or accounting.jobs.get(run.job_id)
-        if job is not None and not (job.source == SACCT and job.is_active and queue.error is None):
+        job = queue.jobs.get(run.job_id)
+        if job is None:
+            ended = accounting.jobs.get(run.job_id)
+            # the queue would know a job that is active
+            is_stale = ended is not None and ended.is_active and queue.error is None
+            job = None if is_stale else ended
+        if job is not None:
             status = _from_job(run, job)
             return replace(
                 status,
@@ -358,14 +358,8 @@ def _from_job(run: RunStatus, job: Job) -> RunStatus:
     """
     if job.state in PENDING:
         again = "" if run.state == "submitted" else " (to start again)"
-        advice = f": {NEVER_STARTS}" if job.reason == NEVER_SATISFIED else ""
-        if job.reason == HELD and run.job_id is not None:
-            job_id = JobId.parse(run.job_id)
-            words = ["scontrol", *on(job_id.cluster), "release", job_id.local]
-            advice = f": `{' '.join(words)}` lets it go"
-        return replace(
-            run, state="pending", source=job.source, note=f"{job.reason}{advice}{again}".strip()
-        )
+        reason = system_of(str(run.job_id)).describe_wait(str(run.job_id), job.reason)
+        return replace(run, state="pending", source=job.source, note=f"{reason}{again}".strip())
     if run.state not in UNFINISHED:
         return (
             replace(run, state="cancelled", source=job.source) if job.state == "CANCELLED" else run

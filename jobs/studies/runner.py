@@ -36,7 +36,7 @@ from jobs.launch.batch import BatchJob
 from jobs.launch.submission import start_run
 from jobs.launch.transaction import Ownership, submit_owned
 from jobs.preflight.checks import passed, preflight, site_checks
-from jobs.schedulers.scheduler import scheduler_for
+from jobs.schedulers.scheduler import scheduler_for, write_script
 from jobs.schedulers.slurm_client.site import cached_site_queries
 from jobs.status.job_record import find_among, gone_verifier, read_chain
 from jobs.status.lookup import StudyRecord
@@ -203,13 +203,9 @@ class StudyRunner:
         """
         host_bytes = packs[0][0].spec.machine.host_bytes
         home = RunFolder(self._record.path)
-        scheduler = scheduler_for(job.cluster)
         check_limits(job, host_bytes)
-        scheduler.check_here()
-        script = scheduler.script(job, home)
-        for note in scheduler.notes(script):
-            report(note)
-        passed(site_checks(job, script, host_bytes))
+        scheduler_for(job.cluster).check_here()
+        passed(site_checks(job, write_script(job, home), host_bytes))
         find = find_among([*_owners(point for pack in packs for point in pack)])
         ownership = Ownership(gone_verifier(find=find))
         ready: list[Pack] = []

@@ -131,11 +131,11 @@ def race(contenders: Sequence[Contender], words: Sequence[str], is_alike: bool) 
     table.rows(sorted(rows, key=lambda row: float(row["step_s"])))
     answers = judge(contenders, list(times.values()), [row["peak_bytes"] for row in rows])
     for answer in answers:
-        found = "none of ours"
+        best = "none of ours"
         if answer["ours"]:
             middle = f"middle half {answer['ratio_p25']:.3f} to {answer['ratio_p75']:.3f}"
-            found = f"ours {answer['ours']}, {answer['ratio']:.3f} times as fast ({middle})"
-        rig.log(f"at most the peak of {answer['theirs']}: {found}")
+            best = f"ours {answer['ours']}, {answer['ratio']:.3f} times as fast ({middle})"
+        rig.log(f"at most the peak of {answer['theirs']}: {best}")
     return {"rows": rows, "answers": answers}
 
 
@@ -232,7 +232,7 @@ def run(
         step()
     error = max(allgather(comm, error_of(layers, training)))
     timed(comm, step, num_steps)  # warms up
-    found = {
+    measured = {
         "seconds": [timed(comm, step, num_steps) for _ in range(rounds)],
         "peak_bytes": max(allgather(comm, live.peak_bytes)),
         "error": error,
@@ -240,7 +240,7 @@ def run(
         "torch": torch.__version__,
     }
     if comm.rank == 0:
-        write_json(folder.result_json, found)
+        write_json(folder.result_json, measured)
 
 
 class Training(NamedTuple):

@@ -56,13 +56,13 @@ def _traffic_row(model: str, side_px: int) -> dict[str, Any]:
     spec = one_rank(model, side_px, words)
     row: dict[str, Any] = {"model": model, "side_px": side_px, "batch": BATCH}
     for name in HOOKS:
-        found = memory_rig.hook_traffic(
+        traffic = memory_rig.hook_traffic(
             name,
             memory_rig.layer_modules(spec.model, spec.data),
             torch.randn(input_spec(spec.data, BATCH).shape),
         )
-        row["unique_bytes"] = found.saved_bytes
-        row[name] = _moved(row, found.moved_bytes, found.known_bytes)
+        row["unique_bytes"] = traffic.saved_bytes
+        row[name] = _moved(row, traffic.moved_bytes, traffic.known_bytes)
     ours = OneRank(memory_rig.all_offloaded(spec))
     ours.step()
     assert ours.rank.train.store is not None

@@ -125,7 +125,7 @@ def under_policy(spec: RunSpec) -> tuple[dict[str, Any], OneRank | None]:
     try:
         plan = evaluate(spec)
         run = OneRank(plan.for_ranks)
-        found = run.peaks()
+        peaks = run.peaks()
     except (torch.OutOfMemoryError, GemsError) as error:
         return {"refused": " ".join(str(error).split())[:200]}, None
     (rank,) = plan.memory.ranks
@@ -133,9 +133,9 @@ def under_policy(spec: RunSpec) -> tuple[dict[str, Any], OneRank | None]:
         "predicted_bytes": rank.peak_bytes,
         "predicted_activation_bytes": rank.peak_activation_bytes,
         "predicted_host_bytes": rank.peak_host_bytes,
-        **found,
-        "error": rank.peak_bytes / found["allocated_bytes"] - 1,
-        "activation_error": rank.peak_activation_bytes / found["activation_bytes"] - 1,
+        **peaks,
+        "error": rank.peak_bytes / peaks["allocated_bytes"] - 1,
+        "activation_error": rank.peak_activation_bytes / peaks["activation_bytes"] - 1,
     }, run
 
 

@@ -142,14 +142,16 @@ def _build(
     if "epochs" not in config.kwargs:  # with which OneCycleLR counts otherwise
         known["total_steps"] = max(1, num_advances)
     kwargs = {name: value for name, value in known.items() if name in taken} | config.kwargs
-    made: Any = call_target(key, target, kwargs, config.path, optimizer)
-    if not callable(getattr(made, "step", None)) or not callable(getattr(made, "state_dict", None)):
+    built: Any = call_target(key, target, kwargs, config.path, optimizer)
+    if not callable(getattr(built, "step", None)) or not callable(
+        getattr(built, "state_dict", None)
+    ):
         raise ConfigError(
-            key, target, f"must give a scheduler as torch's, gives {type(made).__name__}"
+            key, target, f"must give a scheduler as torch's, gives {type(built).__name__}"
         )
     needed = [
         name
-        for name, parameter in inspect.signature(made.step).parameters.items()
+        for name, parameter in inspect.signature(built.step).parameters.items()
         if parameter.default is parameter.empty
         and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     ]
@@ -160,7 +162,7 @@ def _build(
             f"needs {', '.join(needed)} at each step, and a schedule is known before the run",
             "use one that depends on the step or epoch alone",
         )
-    scheduler: LRScheduler = made
+    scheduler: LRScheduler = built
     return scheduler
 
 

@@ -133,8 +133,8 @@ def explain_out_of_memory(error: BaseException, folder: RunFolder, rank: int) ->
         spec = folder.read_spec()
     with contextlib.suppress(Exception):
         predicted = folder.predicted_peak_bytes(rank)
-    found = ASKED.search(str(error))
-    asked = None if found is None else round(float(found[1]) * UNITS[found[2]])
+    request = ASKED.search(str(error))
+    asked = None if request is None else round(float(request[1]) * UNITS[request[2]])
     limits = [
         _total_bytes() if allocator is not None else None,
         spec.machine.device_bytes if spec else None,
