@@ -29,7 +29,6 @@ from tests.helpers.rig import SIZE, Rig
 MODELS = {
     "resnet": (ModelConfig(name="resnet", depth=11, version=2), 16),
     "unet": (ModelConfig(name="unet", depth=2, width=4), 16),
-    "amoebanet": (ModelConfig(name="amoebanet", depth=3, width=8), 32),
     "googlenet": (ModelConfig(name="googlenet", width=4), 32),
 }
 NUM = 3
@@ -71,7 +70,6 @@ def random_plan(boundaries: tuple[int, ...], choices: list[Choice], seed: int) -
 
 CASES = [
     *((name, family) for name in ("resnet", "unet") for family in ("gpipe", "zb_h1", "zb_v")),
-    ("amoebanet", "zb_h1"),
     ("googlenet", "gpipe"),
 ]
 CHOICES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -51,9 +52,11 @@ def library() -> Path:
         os.environ.get("GEMS_FAKE_CUDA_CACHE") or HERE.parent.parent / ".pytest_cache" / "fake_cuda"
     )
     made = Path(base) / key / f"{NAME}.so"
-    if not made.exists():
-        made.parent.mkdir(parents=True, exist_ok=True)
-        _compile(sources, made)
+    made.parent.mkdir(parents=True, exist_ok=True)
+    with (made.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # others wait for the first, who compiles
+        if not made.exists():
+            _compile(sources, made)
     return made
 
 
@@ -65,9 +68,7 @@ def _compile(sources: list[Path], made: Path) -> None:
         Path(sysconfig.get_paths()["include"]),
     ]
     includes = [f"-I{folder}" for folder in folders]
-    with tempfile.TemporaryDirectory(
-        dir=made.parent
-    ) as scratch:  # moved when whole: several processes may compile
+    with tempfile.TemporaryDirectory(dir=made.parent) as scratch:  # moved when whole
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
 
         def compile_one(source: Path, target: Path) -> None:

@@ -15,7 +15,7 @@ from gems.config.schema import MachineConfig, RunSpec
 from gems.engine.transport.mpi import Comm, broadcast, meet, world
 from gems.plan.evaluate import Plan, evaluate
 from gems.utils.logs import set_up_rank_logging
-from tests.helpers.device import ON_GPU
+from tests.helpers.device import NAME
 from tests.mpi.world import IN_RANK, World
 
 if not IN_RANK:
@@ -48,7 +48,7 @@ def comm() -> Comm:
 @pytest.fixture(autouse=True, scope="session")
 def same_bits_each_time() -> None:
     """Let a GPU compute as with machine.deterministic=true; what has no such kernel is warned of."""
-    if ON_GPU:
+    if NAME == "cuda":
         choose_kernels(MachineConfig(deterministic=True))
         torch.use_deterministic_algorithms(True, warn_only=True)
 

@@ -131,7 +131,7 @@ NETWORKS: dict[str, tuple[Callable[[Tensor], Layers], int, int]] = {
 def test_strips_equal_the_whole_image(name: str) -> None:
     """Four counts of strips, of which the height is no multiple, in one stage and in three.
 
-    Some layers wait.
+    Some layers wait. Of the two largest networks it is the last two counts.
     """
     torch.manual_seed(0)
     make, height, width = NETWORKS[name]
@@ -139,6 +139,8 @@ def test_strips_equal_the_whole_image(name: str) -> None:
     layers = make(image)
     ways = zip(COUNTS, (1, 3, 3, 1), (1, 64, 16, 16), strict=True)
     cases = [(even_ends(height, strips), num_stages, least) for strips, num_stages, least in ways]
+    if name in ("inception_v3", "amoebanet"):
+        cases = cases[2:]
     assert error(layers, image, cases) <= TOLERANCE
 
 
