@@ -6,6 +6,7 @@ than cores.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from gems.runs import code_archive, provenance
 from gems.utils.targets import import_module
 from tests.fake_cuda.build import why_not
 from tests.fake_cuda.load import install
@@ -103,6 +105,23 @@ def own_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
     )
     patch.delenv("COLUMNS", raising=False)  # which pytest-xdist sets: output would be wrapped
     patch.setenv("MPIR_CVAR_POLLS_BEFORE_YIELD", "10")  # MPICH's own is 1000
+
+
+@pytest.fixture(autouse=True, scope="session")
+def same_checkout() -> None:
+    """Read our own code, and ask git about it, once: each run that is prepared would do so again."""
+    patch = pytest.MonkeyPatch()
+    root = code_archive.code_root()
+    read = code_archive._sources
+    ask = provenance._git
+    read_once = functools.cache(lambda: tuple(read(root)))
+    ask_once = functools.cache(ask)
+
+    def git(where: Path, *words: str, **more: Any) -> bytes | None:
+        return (ask_once if where == root else ask)(where, *words, **more)
+
+    patch.setattr(code_archive, "_sources", lambda at: read_once() if at == root else read(at))
+    patch.setattr(provenance, "_git", git)
 
 
 @pytest.fixture(scope="session")

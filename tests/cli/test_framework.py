@@ -51,17 +51,19 @@ class TestVerbs:
         assert seen == (["a", "b=c"], Options(flags=frozenset({"--all"})))
 
     @pytest.mark.parametrize(
-        ("name", "code", "err"),
+        ("name", "code", "err", "through_hydra"),
         [
-            ("three", 3, ""),
-            ("fine", 0, ""),
-            ("fail", 1, "gems: it went wrong\n"),
-            ("fail4", 4, "gems: it went wrong\n"),
-            ("fail5", 5, "gems: it went wrong\n"),
-            ("stop", 130, ""),
+            ("three", 3, "", []),
+            ("fine", 0, "", []),
+            ("fail", 1, "gems: it went wrong\n", []),
+            ("fail4", 4, "gems: it went wrong\n", []),
+            ("fail5", 5, "gems: it went wrong\n", []),
+            ("stop", 130, "", []),
+            ("three", 3, "", ["--multirun"]),
+            ("fail5", 5, "gems: it went wrong\n", ["--multirun"]),
+            ("stop", 130, "", ["--multirun"]),
         ],
     )
-    @pytest.mark.parametrize("through_hydra", [[], ["--multirun"]])
     def test_exit_codes(
         self, gems: Gems, name: str, code: int, err: str, through_hydra: list[str]
     ) -> None:

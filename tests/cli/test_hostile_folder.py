@@ -54,7 +54,7 @@ def test_folders_of_the_user_that_are_called_like_ours(tmp_path: Path) -> None:
         assert ended.returncode == 0, f"{words}\n{ended.stdout}\n{ended.stderr}"
         return ended.stdout
 
-    run("gems", "simulate", *RUN)
+    run("gems", "schedule", *RUN)
     run(
         "gems-jobs",
         "submit",

@@ -225,7 +225,7 @@ def test_keys_and_options_that_do_not_exist(jobs: Jobs, mistake: Mistake, is_dry
 
 
 @given(mistake=FORMS, is_dry=st.booleans())
-@random(110)
+@random(130)
 def test_broken_forms(jobs: Jobs, mistake: Mistake, is_dry: bool) -> None:
     submit(jobs, mistake, is_dry)
 
@@ -237,7 +237,7 @@ def test_values_that_exclude_each_other(jobs: Jobs, mistake: Mistake, is_dry: bo
 
 
 @given(mistake=PERHAPS, is_dry=st.booleans())
-@random(40)
+@random(20)
 def test_values_that_may_suit_each_other(jobs: Jobs, mistake: Mistake, is_dry: bool) -> None:
     submit(jobs, mistake, is_dry, *BUDGETS)
 

@@ -32,6 +32,16 @@ def _nothing_is_probed(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(launch_module.MpiProbe, "run_first", lambda *words: None)
 
 
+@pytest.fixture(autouse=True)
+def swept(monkeypatch: MonkeyPatch) -> list[str]:
+    """Note each launch that would look through the memory of all processes for what ranks left."""
+    seen: list[str] = []
+    monkeypatch.setattr(
+        launch_module, "remove_stale_shared_memory", lambda: seen.append("shared memory")
+    )
+    return seen
+
+
 TINY_RANK = """
 import json, os, pathlib, signal, sys, time
 sys.path.insert(0, {root!r})

@@ -42,9 +42,12 @@ def lines_of_jobs(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("jobs: ")]
 
 
-def test_a_run_that_succeeds_is_collected(tiny: Tiny, collected: Collected, capfd: Capture) -> None:
+def test_a_run_that_succeeds_is_collected(
+    tiny: Tiny, collected: Collected, swept: list[str], capfd: Capture
+) -> None:
     folder, spec = tiny()
     assert launch(folder, spec) == 0
+    assert swept == ["shared memory"]
     assert collected == [folder]
     status = folder.read_status()
     assert (status["state"], status["exit_code"], status["launcher"]) == ("finished", 0, "mpiexec")

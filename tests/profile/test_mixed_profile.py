@@ -68,7 +68,7 @@ def test_norms_keep_float32_on_a_gpu_in_all_profiles(precision: str) -> None:
     assert there > 1.02 * here
     here, there = (left_bytes("convnext", device, precision) for device in ("cpu", "cuda"))
     assert there > 1.02 * here
-    for num_strips in (1, 2):
+    for num_strips in (1, 2) if precision == "bf16_mixed" else (2,):
         found = [
             strip_bytes("convnext", device, precision, num_strips) for device in ("cpu", "cuda")
         ]

@@ -31,6 +31,11 @@ CLASSES = {
 MASKS = {**CLASSES, "num_classes": 2, "task": "segmentation"}
 NETWORKS = {
     "resnet": ({"name": "resnet", "depth": 20, "width": 4, "norm": "none"}, CLASSES, [0, 4, 11]),
+    "small resnet": (
+        {"name": "resnet", "depth": 8, "width": 4, "norm": "none"},
+        CLASSES,
+        [0, 2, 5],
+    ),
     "standardised": (
         {"target": f"{OWN}Residual", "kwargs": {"num_classes": 3, "is_frozen": False}},
         CLASSES,
@@ -54,7 +59,7 @@ def cut_spec(name: str, strips: int, height: int) -> RunSpec:
     return replace(spec, parallel=replace(spec.parallel, boundaries=cuts))
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [name for name in NETWORKS if name != "resnet"])
 def test_strips_of_equal_shapes_are_run_once_and_are_equal(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,17 +14,17 @@ from gems.plan.evaluate import evaluate
 from gems.plan.largest_image import largest_image
 from tests.helpers.toys import make_spec
 
-PRECISION = 0.15  # in place of the finer one, for speed
+PRECISION = 0.3  # in place of the finer one, for speed
 LIMIT = 12_000_000
 
 
 @pytest.fixture
-def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSpec:
+def spec(monkeypatch: pytest.MonkeyPatch) -> RunSpec:
     monkeypatch.setattr(gems.plan.largest_image, "PRECISION", PRECISION)
     made = make_spec("layer_parallel", 1)
     model = replace(made.model, norm="none", depth=8)
     machine = replace(made.machine, device_bytes=LIMIT)
-    return replace(made, model=model, machine=machine, cache_dir=str(tmp_path / "cache"))
+    return replace(made, model=model, machine=machine)
 
 
 def in_strips(spec: RunSpec, side_px: int, strips: int) -> RunSpec:
@@ -52,11 +51,11 @@ def test_the_largest_fits_and_little_more_does_not(spec: RunSpec) -> None:
 def test_own_strips_and_policy_are_kept(spec: RunSpec) -> None:
     run = replace(
         spec,
-        parallel=replace(spec.parallel, strips=8),
+        parallel=replace(spec.parallel, strips=4),
         memory=replace(spec.memory, name="vdnn_all"),
     )
     found = largest_image(run)
-    assert found is not None and (found.strips, found.memory) == (8, "vdnn_all")
+    assert found is not None and (found.strips, found.memory) == (4, "vdnn_all")
 
 
 def test_a_network_that_needs_whole_images_has_none(spec: RunSpec) -> None:

@@ -23,7 +23,7 @@ from gems.search.evaluate import Planner
 from tests.helpers.planners import NUM_LAYERS, RUN, sized
 from tests.helpers.profiles import random_profile
 
-NUM_SETTINGS = 30
+NUM_SETTINGS = 20
 LINKS = (
     (),
     ("machine.ranks_per_node=2", "machine.node_bytes_per_s=200000", "machine.contention=true"),

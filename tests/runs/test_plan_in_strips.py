@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -23,9 +22,9 @@ WORDS = (
 
 
 @pytest.fixture
-def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSpec:
+def spec(monkeypatch: pytest.MonkeyPatch) -> RunSpec:
     monkeypatch.setattr(gems.search.in_strips, "NUM_SHAPES", 1)
-    return replace(compose(WORDS.split()), cache_dir=str(tmp_path))
+    return compose(WORDS.split())
 
 
 def test_strips_are_among_the_best(spec: RunSpec) -> None:
@@ -37,10 +36,7 @@ def test_strips_are_among_the_best(spec: RunSpec) -> None:
     assert first.step_s < 0.9 * whole
     chosen = answer["choices"][0]
     assert f"parallel.strips={chosen['strips']}" in chosen["overrides"]
-    run = replace(
-        compose([*WORDS.replace("parallel.gpus=2", "").split(), *chosen["overrides"]]),
-        cache_dir=spec.cache_dir,
-    )
+    run = compose([*WORDS.replace("parallel.gpus=2", "").split(), *chosen["overrides"]])
     peak = evaluate(run).peak
     assert peak is not None and peak.device_bytes == first.most_bytes
     assert simulate(run).step_s == pytest.approx(first.step_s, rel=1e-9)

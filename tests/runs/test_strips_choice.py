@@ -165,7 +165,7 @@ def test_the_folder_of_a_run_has_the_number_and_the_id_of_the_run_with_it_given(
 def opened(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
     """One image a step through a ResNet without norms on two ranks."""
     model = replace(toys.make_spec("1f1b", 2).model, norm="none", depth=8)
-    data = replace(toys.make_spec("1f1b", 2).data, height_px=128, width_px=8)
+    data = replace(toys.make_spec("1f1b", 2).data, height_px=64, width_px=8)
     made = toys.make_spec(
         "1f1b", 2, model=model, data=data, cache_dir=str(tmp_path_factory.mktemp("cache"))
     )

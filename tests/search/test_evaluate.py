@@ -80,7 +80,7 @@ def test_the_search_is_that_of_the_whole_space(
     seed: int, share: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made_up(monkeypatch, seed)
-    asked = space(4, 4)
+    asked = space(4, 4)[::2]
     unlimited = [each for each in scored(planner(), asked).values() if isinstance(each, Choice)]
     limit = (
         None if share is None else round(share * min(max(each.peak_bytes) for each in unlimited))
@@ -133,9 +133,10 @@ def test_no_policy_where_keeping_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_slower_than_asked_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only then: what is given up is slower, with all partitions and policies, and what is not is judged as ever."""
     made_up(monkeypatch, 1)
-    free = [each for each in scored(planner(), space(4, 8)).values() if isinstance(each, Choice)]
+    asked = space(4, 8)
+    free = [each for each in scored(planner(), asked).values() if isinstance(each, Choice)]
     limit = min(max(each.peak_bytes) for each in free)
-    whole = scored(planner(limit), space(4, 8))
+    whole = scored(planner(limit), asked)
     worst_s = median(each.step_s for each in whole.values() if isinstance(each, Choice))
     judge = planner(limit)
     num_slow = 0
@@ -199,7 +200,7 @@ def test_estimates_are_of_the_size_of_what_is_held(
     pairs = []
     for limit in (None, 1):
         judge = planner(limit)
-        for one in space(4, 8):
+        for one in space(4, 8)[::2]:
             result = judge.evaluate(one)
             held = (
                 max(result.peak_bytes)

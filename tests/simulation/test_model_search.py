@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,12 @@ from gems.simulation.costs import RunCosts
 from gems.simulation.model_search import search_with_cut
 from tests.helpers.profiles import random_profile
 from tests.simulation.conftest import costs_of, made_up
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one test searches under a policy is found again by the next."""
+    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -55,8 +62,9 @@ class TestUnderPolicy:
     """A search without a cap, under memory=plan."""
 
     @pytest.fixture
-    def under(self, spec: RunSpec) -> RunSpec:
+    def under(self, spec: RunSpec, cache: Path) -> RunSpec:
         """Two thirds of what the list that is fastest without a limit holds."""
+        spec = replace(spec, cache_dir=str(cache))
         fastest = evaluate(replace(spec, schedule=replace(spec.schedule, activation_cap=8.0)))
         peak = fastest.peak
         assert peak is not None
@@ -84,7 +92,7 @@ class TestUnderPolicy:
 
     def test_it_says_what_does_not_fit(self, under: RunSpec) -> None:
         with pytest.raises(DoesNotFitError, match=r"above memory.limit_bytes=1000"):
-            evaluate(replace(under, memory=replace(under.memory, limit_bytes=1000)))
+            evaluate(replace(under, memory=replace(under.memory, limit_bytes=1000, budget_s=0.05)))
 
     def test_another_limit_is_another_search(self, under: RunSpec) -> None:
         """A list that is kept for one limit is not taken for another, under which a faster one fits."""

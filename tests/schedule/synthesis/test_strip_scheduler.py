@@ -42,7 +42,7 @@ def found_in(
 
 
 def test_strips_reach_at_the_memory_of_gems_what_whole_micro_batches_cannot() -> None:
-    whole = found_in(1, 1.0, budget_s=1.0)
+    whole = found_in(1, 1.0, budget_s=0.1)
     strips = found_in(8, 1.0)
     assert whole.bound < 0.5 and strips.efficiency > 0.75
     assert max(strips.peak) <= 1.0 + 1e-9
@@ -108,7 +108,7 @@ def test_no_number_of_strips_is_faster_than_the_bound_over_all_of_them(seed: int
     spans = []
     bounds = []
     over_all = []
-    for strips in (1, 2, 3, random.randint(4, 16), random.randint(17, 64)):
+    for strips in (1, 2, 3, random.randint(4, 10), random.randint(11, 24)):
         request = Request(
             num_ranks,
             num,
@@ -117,7 +117,7 @@ def test_no_number_of_strips_is_faster_than_the_bound_over_all_of_them(seed: int
             network=Network(latency + link / strips, 0.05),
             num_strips=strips,
             shared_latency=link / strips,
-            budget_s=0.2,
+            budget_s=0.02,
         )
         found = find_schedule(request, published_schedules(request))
         work = found.efficiency * found.span
