@@ -66,6 +66,7 @@ def test_all_methods_side_by_side(gems_: Gems, schedule: str) -> None:
         assert sum(each["layers_per_stage"]) == 11
 
 
+@pytest.mark.usefixtures("warm")
 def test_the_picture(gems_: Gems, tmp_path: Path) -> None:
     said = gems_("partition", *PLAIN_RUN, "--compare", "--picture", "cuts.svg")
     assert said.code == 0, said.err

@@ -328,6 +328,7 @@ def test_a_simulated_point_is_one_process_whose_code_counts(
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.usefixtures("warm")
 def test_simulated_points_from_the_file_to_the_picture(
     study: Study, tmp_path: Path, capfd: Capture
 ) -> None:

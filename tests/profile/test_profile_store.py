@@ -31,6 +31,7 @@ from gems.profile.store import keep_pace, key_of, known_pace, profile_alone, pro
 from gems.profile.strip_profile import STRIP_SHARES
 from gems.profile.subject import Subject
 from tests.helpers.processes import python
+from tests.helpers.warm_python import REAL
 
 PLAIN = RunSpec(
     model=ModelConfig(depth=8, norm="none"),
@@ -228,6 +229,7 @@ class TestPace:
         )
 
 
+@pytest.mark.usefixtures("warm")
 class TestChild:
     @pytest.fixture(autouse=True)
     def without_torch(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +269,7 @@ class TestHere:
 
 def test_the_caller_loads_no_torch() -> None:
     program = "import sys, gems.profile.store, gems.cli.profile; print('torch' in sys.modules)"
-    ended = python("-c", program)
+    ended = python("-c", program, executable=REAL)
     assert (ended.stdout.strip(), ended.stderr) == ("False", "")
 
 
