@@ -200,6 +200,31 @@ def test_a_training_has_the_bits_of_an_eager_one(case, caplog):
     assert not caplog.records
 
 
+def test_an_evaluation_is_one_launch_for_a_micro_batch_and_follows_other_weights():
+    made = layers(_Several()).eval()
+    stage = graphed(made)
+    generator = torch.Generator().manual_seed(3)
+    weight = made[0].weight
+    wanted, found = [], []
+    for number in range(8):
+        images = torch.randn(SHAPE, generator=generator).to(DEVICE)
+        if number == 2:
+            weight.data.mul_(2)  # as an optimizer
+        if number == 5:
+            weight.data = weight.data * 3  # as averages in place of the weights
+        with torch.no_grad():
+            wanted += _through(made, images)
+        found += stage.infer((images,)).values()
+    assert same(found, wanted)
+    assert launches() == 3 + 1 + 2  # the first two of both weights run eagerly, the second also so
+
+
+def _through(made: nn.ModuleList, values: Tensor) -> list[Tensor]:
+    for layer in made:
+        values = layer(values)
+    return list(values.values())
+
+
 def test_segments_run_eagerly_so_far_and_are_named_once(caplog):
     policy = {"memory": MemoryConfig("recompute", recompute="stage")}
     eager = trained("1f1b", False, **policy)

@@ -98,7 +98,7 @@ class GraphedStage(WrappedStage):
     The first micro-batch of each slot runs both ways, and its eager results are used. If they
     differ, or if an action cannot be captured, the stage goes on eagerly and says why.
 
-    The loss runs eagerly: it counts metrics, and a user's may read values on the host.
+    The loss runs eagerly: it counts metrics, and a user's may read values on the host. So do metrics.
     """
 
     def __init__(
@@ -113,6 +113,7 @@ class GraphedStage(WrappedStage):
         self._num_slots = 0
         self._free: dict[Layouts, list[Slot]] = {}  # a key: its first backward has ended
         self._flights: dict[int, _Flight] = {}
+        self._inferred: tuple[Layouts, Slot | None] = (), None
         found = (mixed_of(layer) for layer in stage.modules.modules())
         self._mixed = [mixed for mixed in found if mixed is not None]
         self._is_watched = False
@@ -129,7 +130,7 @@ class GraphedStage(WrappedStage):
         is_run_again: bool = False,
     ) -> Tensors:
         """Run the layers by a replay; see `Stage.forward`."""
-        layouts = (is_split, *((each.shape, each.stride(), each.dtype) for each in inputs))
+        layouts = (is_split, *_layouts(inputs))
         slot = self._take(layouts, inputs)
         flight = _Flight(layouts, slot, tuple(inputs), loss is not None)
         self._flights[index] = flight
@@ -173,6 +174,34 @@ class GraphedStage(WrappedStage):
                 self._capture(slot, Kind.W, lambda: self.stage.backward_weight(slot.key))
         self._end(index)
 
+    def infer(self, inputs: Sequence[Tensor]) -> Any:
+        """Run the layers for evaluation by a replay; see `Stage.infer`.
+
+        They are captured anew if the weights are other tensors, such as averages.
+        """
+        weights = (each.data_ptr() for each in self.stage.modules.parameters())
+        layouts = (self.stage.modules.training, *_layouts(inputs), *weights)
+        is_new = layouts != self._inferred[0]
+        if is_new or self._is_watched or self._refusal is not None:
+            self._inferred = layouts, None
+            return self.stage.infer(inputs)
+        slot = self._inferred[1]
+        if slot is not None:
+            self._replay_forward(slot, inputs)
+            return map_tensors(torch.clone, slot.outputs)
+        slot = self._new_slot(inputs)
+
+        def infer() -> None:
+            slot.outputs = self.stage.infer(slot.inputs)
+
+        is_captured = self._capture(slot, Kind.F, infer)
+        eager = self.stage.infer(inputs)
+        if is_captured:
+            self._replay_forward(slot, inputs)
+            self._compare(Kind.F, list(tensors_in(slot.outputs)), list(tensors_in(eager)))
+            self._inferred = layouts, slot
+        return eager
+
     @contextmanager
     def watched(self, watch: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
         """Run the layers eagerly, so that hooks of the modules see their outputs."""
@@ -214,6 +243,9 @@ class GraphedStage(WrappedStage):
             name = type(drawing).__name__
             self._refuse(f"{name} draws random numbers, from a seed of each micro-batch")
             return None
+        return self._new_slot(inputs)
+
+    def _new_slot(self, inputs: Sequence[Tensor]) -> Slot:
         self._num_slots += 1
         return Slot(
             self._num_slots - 1,
@@ -399,6 +431,10 @@ class GraphedStage(WrappedStage):
             if not _is_close(one, other):
                 self._refuse(f"the replay of {kind} differs from the same action run eagerly")
                 return
+
+
+def _layouts(tensors: Sequence[Tensor]) -> Layouts:
+    return tuple((each.shape, each.stride(), each.dtype) for each in tensors)
 
 
 def _leaf(tensor: Tensor, leaves: list[Tensor]) -> Tensor:
