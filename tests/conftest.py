@@ -24,9 +24,9 @@ from tests.fake_cuda.load import install
 from tests.helpers.commands import Gems, runner
 from tests.helpers.warm_python import warm_python
 
-# Folders and files that take a minute or more, or wait most of it, in the order in which they start:
+# Folders and files that take half a minute or more, or wait for it, in the order in which they start:
 # the last to start would leave workers of pytest-xdist idle.
-FIRST = ("mpi", "test_fake_cuda.py", "test_run.py", "test_hangs.py")
+FIRST = ("mpi", "test_fake_cuda.py", "test_run.py", "test_hangs.py", "streaming")
 
 # Hundreds of processes and ranks start: each would compile all modules anew, and pytest its tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
