@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
@@ -41,6 +42,23 @@ def check_unchanged(tensor: Tensor, version: int, what: str) -> Tensor:
             f" place (version {tensor._version}, expected {version})"
         )
     return tensor
+
+
+@cache
+def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+def tensor_over(
+    storage: UntypedStorage,
+    dtype: torch.dtype,
+    offset: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+) -> Tensor:
+    """Return a new tensor of version 0 over a storage."""
+    # a tensor's `data` may be set to other memory, and costs less than an empty tensor
+    return _empty(dtype, storage.device).data.set_(storage, offset, size, stride).data
 
 
 class StashMeter(torch.autograd.graph.saved_tensors_hooks):

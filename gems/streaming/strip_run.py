@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from itertools import pairwise
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,6 @@ from gems.streaming.operations.operation import (
     Info,
     Operation,
     changed_buffer,
-    each,
     refs,
 )
 from gems.streaming.row_plan import FRESH, Piece, RowPlan, ValueStrip
@@ -33,6 +33,7 @@ from gems.streaming.trace import Ref, Step, Weight
 # maps the checksum of a module's name to the seed of its random numbers
 Draws = Callable[[int], int]
 _MASK = 2**63 - 1
+_NUMBERS = (int, float, bool, type(None))
 
 
 class RunMode(NamedTuple):
@@ -159,7 +160,7 @@ class StripNetwork:
             if isinstance(part, Weight)
         )
         found = next(
-            (tensor for tensor in (*tensors, *weights) if isinstance(tensor, Tensor)), None
+            (tensor for tensor in chain(tensors, weights) if isinstance(tensor, Tensor)), None
         )
         return torch.device("cpu") if found is None else found.device
 
@@ -379,17 +380,10 @@ class StripRun:
                 pieces[0] if len(pieces) == 1 else torch.cat(pieces, network.infos[ref.number].dim)
             )
 
-        args = self._settle(each(tensor, step.args), operation, at)
+        args = self._settle(step.args, operation, at, tensor)
         kwargs = {
-            key: self._settle(value, operation, at)
-            for key, value in each(tensor, step.kwargs).items()
+            key: self._settle(value, operation, at, tensor) for key, value in step.kwargs.items()
         }
-
-        @contextmanager
-        def seeded(row: int | None) -> Iterator[None]:
-            with self._seeded(step, row):
-                yield
-
         return Call(
             step.name,
             step.target,
@@ -397,20 +391,26 @@ class StripRun:
             kwargs,
             rows,
             operation.state,
-            seeded,
+            _unseeded if self._mode.draws is None else partial(self._seeded, step),
             self._mode.deferred,
             carried,
             self._mode.is_again,
         )
 
-    def _settle(self, value: Any, operation: Operation, at: ValueStrip | None) -> Any:
-        """Return arguments with weights and the device filled in."""
+    def _settle(
+        self, value: Any, operation: Operation, at: ValueStrip | None, tensor: Callable[[Ref], Any]
+    ) -> Any:
+        """Return arguments with tensors, weights and the device filled in."""
         # a method: a nested function that calls itself would hold all tensors until Python collects
         # garbage
+        if type(value) in _NUMBERS:
+            return value
+        if isinstance(value, Ref):
+            return tensor(value)
         if isinstance(value, Weight):
             return self._rows_of(self._buffers.get(value, value.get()), operation, at)
-        if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-            return type(value)(self._settle(part, operation, at) for part in value)
+        if isinstance(value, list | tuple):
+            return type(value)(self._settle(part, operation, at, tensor) for part in value)
         return self._device if isinstance(value, torch.device) else value
 
     def _rows_of(self, value: Any, operation: Operation, at: ValueStrip | None) -> Any:
@@ -484,9 +484,7 @@ class StripRun:
     def _seeded(self, step: Step, row: int | None) -> Iterator[None]:
         """Draw from the random stream of a step's module, or of one of its rows."""
         draws = self._mode.draws
-        if draws is None:
-            yield
-            return
+        assert draws is not None
         generators = generators_of(self._device)
         outer = [generator.get_state() for generator in generators]
         seed = draws(zlib.crc32(step.name.encode()))
@@ -504,6 +502,10 @@ class StripRun:
                 self._random[call] = [generator.get_state() for generator in generators]
             for generator, state in zip(generators, outer, strict=True):
                 generator.set_state(state)
+
+
+def _unseeded(row: int | None) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def _writes(

@@ -54,7 +54,7 @@ def open_steps(model: str, side_px: int, micro_batches: int, only: str) -> dict[
 
     def peer(name: str) -> Step:
         of_recompute = plan(micro_batches, POLICIES["recompute"])
-        layers = layer_modules(of_recompute.spec)
+        layers = layer_modules(of_recompute.spec.model, of_recompute.spec.data)
         assert of_recompute.memory_plan is not None
         (segments,) = of_recompute.memory_plan.stages
         if name == "checkpoint":

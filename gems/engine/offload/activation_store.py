@@ -264,21 +264,23 @@ class ActivationStore:
             if table.is_measured or not self._is_managed(table, tensor):
                 return SavedTensor(tensor)
             saved = self._add(table, segment, tensor)
-            return saved.save(tensor, table.residency.is_on_device(saved.number))
+            has_left = saved.copied_version is not None
+            return saved.save(tensor, not has_left or table.residency.is_on_device(saved.number))
 
     def _add(self, table: SavedTensorTable, segment: int, tensor: Tensor) -> SavedStorage:
+        memory = tensor.untyped_storage()
         if table.input_bytes is None:
-            is_movable = tensor.untyped_storage().nbytes() >= self._min_offload_bytes and (
+            is_movable = memory.nbytes() >= self._min_offload_bytes and (
                 self._convolutions is None or self._convolutions.is_running
             )
         else:  # the inputs of a stage; the profile knows only their sum
             is_movable = table.input_bytes >= self._min_offload_bytes
-        saved, is_new, is_held = table.save(tensor, segment, is_movable)
+        saved, is_new, is_held = table.save(tensor, memory, segment, is_movable)
         if is_new:
             self.counters.saved_bytes += saved.num_bytes
             table.trail.saved_bytes += saved.num_bytes
         elif is_held:
-            saved.rebuild(tensor.untyped_storage())
+            saved.rebuild(memory)
         return saved
 
     def _update_counter(self, table: SavedTensorTable) -> None:

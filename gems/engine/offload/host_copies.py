@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
+from gems.autograd.storages import tensor_over
+
 
 @dataclass(slots=True, eq=False)
 class Copy:
@@ -34,13 +36,13 @@ class CpuCopier:
         """Copy storages out of the device to host buffers."""
         start = time.perf_counter_ns()
         for storage, buffer in pairs:
-            buffer[: storage.nbytes()].copy_(as_bytes(storage))
+            _part(buffer, storage.nbytes()).copy_(as_bytes(storage))
         return Copy(start, time.perf_counter_ns(), _num_bytes(storage for storage, _ in pairs))
 
     def copy_in(self, pairs: Sequence[tuple[Tensor, int]]) -> tuple[Copy, list[UntypedStorage]]:
         """Copy the buffers' first bytes to new storages on the device."""
         start = time.perf_counter_ns()
-        made = [buffer[:num_bytes].clone().untyped_storage() for buffer, num_bytes in pairs]
+        made = [_part(*pair).clone().untyped_storage() for pair in pairs]
         return Copy(start, time.perf_counter_ns(), _num_bytes(made)), made
 
     def wait(self, copy: Copy) -> None:
@@ -78,7 +80,7 @@ class CudaCopier:
         start.record(self._out)
         with torch.cuda.stream(self._out):
             for view, (_, buffer) in zip(views, pairs, strict=True):
-                buffer[: view.numel()].copy_(view, non_blocking=True)
+                _part(buffer, view.numel()).copy_(view, non_blocking=True)
         end.record(self._out)
         memory = tuple(storage for storage, _ in pairs)
         return Copy(start, end, _num_bytes(memory), memory)
@@ -94,8 +96,8 @@ class CudaCopier:
         end = self._event()
         start.record(self._in)
         with torch.cuda.stream(self._in):
-            for tensor, (buffer, num_bytes) in zip(fresh, pairs, strict=True):
-                tensor.copy_(buffer[:num_bytes], non_blocking=True)
+            for tensor, pair in zip(fresh, pairs, strict=True):
+                tensor.copy_(_part(*pair), non_blocking=True)
         end.record(self._in)
         made = [tensor.untyped_storage() for tensor in fresh]
         return Copy(start, end, _num_bytes(made), tuple(made)), made
@@ -121,9 +123,11 @@ class CudaCopier:
 
 def as_bytes(storage: UntypedStorage) -> Tensor:
     """Return a whole storage as a one-dimensional tensor of bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
-        storage, 0, (storage.nbytes(),), (1,)
-    )
+    return tensor_over(storage, torch.uint8, 0, (storage.nbytes(),), (1,))
+
+
+def _part(buffer: Tensor, num_bytes: int) -> Tensor:
+    return buffer if buffer.nbytes == num_bytes else buffer[:num_bytes]
 
 
 def _num_bytes(storages: Iterable[UntypedStorage]) -> int:

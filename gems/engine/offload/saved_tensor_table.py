@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gems.autograd.storages import check_unchanged, storage_addresses
+from gems.autograd.storages import check_unchanged, storage_addresses, tensor_over
 from gems.autograd.torch_internals import storage_of_weak
 from gems.engine.offload.host_copies import Copy
 from gems.memory.residency import Key, Residency
@@ -31,7 +31,7 @@ class SavedTensor:
         # that saves it. Only these tensors own the memory, so it is freed with the last node.
         self.tensor: Tensor | None = tensor.detach()
         self.version = tensor._version
-        self._layout: tuple[int, torch.Size, tuple[int, ...], torch.dtype] | None = None
+        self._layout: tuple[torch.dtype, int, torch.Size, tuple[int, ...]] | None = None
         self._was_changed = False
 
     @property
@@ -48,19 +48,17 @@ class SavedTensor:
             tensor = self.tensor
             self.tensor = None
             self._layout = (
+                tensor.dtype,
                 int(tensor.storage_offset()),
                 tensor.size(),
                 tensor.stride(),
-                tensor.dtype,
             )
 
     def rebuild(self, storage: UntypedStorage) -> None:
         """Recreate the tensor over a storage with the same bytes."""
         if self.tensor is None:
             assert self._layout is not None
-            offset, size, stride, dtype = self._layout
-            empty = torch.empty(0, dtype=dtype, device=storage.device)
-            made = empty.set_(storage, offset, size, stride).data  # of version 0
+            made = tensor_over(storage, *self._layout)
             # split layers record versions themselves, and expect the same version again
             for _ in range(self.version):
                 torch.autograd.graph.increment_version(made)
@@ -233,7 +231,7 @@ class SavedTensorTable:
         return self._by_address.get(memory._cdata)
 
     def save(
-        self, tensor: Tensor, segment: int, is_movable: bool
+        self, tensor: Tensor, memory: UntypedStorage, segment: int, is_movable: bool
     ) -> tuple[SavedStorage, bool, bool]:
         """Record that a segment saves a tensor, and whether this use lets its memory be moved.
 
@@ -241,14 +239,13 @@ class SavedTensorTable:
             The storage, whether it is new, and whether its memory is held from now on but was not
                 before.
         """
-        memory = tensor.untyped_storage()
         saved = self.find(memory)
         # a tensor that has changed since its copy needs a copy of its own
         is_new = saved is None or saved.copied_version not in (None, tensor._version)
         if saved is None or is_new:
             saved = self._storages[self._num_saved] = SavedStorage(self._num_saved, memory.nbytes())
             self._num_saved += 1
-        self.add_memory(saved, memory)
+            self.add_memory(saved, memory)
         saved.is_fixed |= tensor.is_conj() or tensor.is_neg()
         is_held = self.residency.save(
             saved.number, saved.num_bytes, segment, is_movable and not saved.is_fixed

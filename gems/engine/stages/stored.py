@@ -24,7 +24,7 @@ Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]  # second
 
 def _gradient_layout(tensor: Tensor) -> Layout:
     """Return the layout in which autograd keeps the gradient of a leaf."""
-    is_dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    is_dense = tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
     stride = tensor.stride() if is_dense else torch.empty(tensor.size(), device="meta").stride()
     return tensor.size(), stride, tensor.dtype, tensor.device
 

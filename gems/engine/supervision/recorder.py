@@ -40,7 +40,8 @@ class MemoryCounter:
 
     def set_bytes(self, held_bytes: int) -> None:
         """Replace the bytes held now."""
-        self.count_bytes(held_bytes - self.held_bytes)
+        if held_bytes != self.held_bytes:
+            self.count_bytes(held_bytes - self.held_bytes)
 
 
 class EventSink(Protocol):
