@@ -5,6 +5,7 @@ For `make test-device`.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from dataclasses import replace
@@ -66,6 +67,7 @@ def counts_of(
     rank.stages.set_training(True)
     for step in range(STEPS):
         batch = loader.batch(step)
+        gc.collect()  # pinned memory of the case before waits for the device when it is freed
         native().clear_counts()
         rank.train.run(step, batch)
     counts = native().counts()
