@@ -65,7 +65,8 @@ def a_line(**more: Any) -> dict[str, Any]:
 def test_a_row_gives_the_figures_of_the_last_answer() -> None:
     found = run(
         a_row(
-            printing(
+            "import time; time.sleep(0.2); "  # wall_s counts in tenths of a second
+            + printing(
                 {"rows": []}, {"rows": [{"step_s": 1.5, "ways": {"a": {"x": 1}, "b": {"x": 2}}}]}
             ),
             read=answer("rows"),
