@@ -21,11 +21,9 @@ from gems.engine.stage import Loss, Tensors
 from gems.engine.stages.whole import WholeStage
 from gems.engine.stages.wrappers import WrappedStage
 from gems.schedule.action import Kind
+from gems.streaming.compare import TOLERANCES
 
-# Largest difference between a replay and the eager action, over the largest value: kernels of a
-# GPU, which may round products to 10 or 7 bits, add up in another order each time.
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
-LOW_TOLERANCE = 5e-2
+LOW_TOLERANCE = 5e-2  # of 16 bits, beside the tolerances of wider types
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +66,7 @@ class Slot:
 
     @property
     def key(self) -> int:
-        """Return the index by which the stage knows this slot; those of micro-batches are not negative."""
+        """Return the stage's index of this slot: negative, unlike those of micro-batches."""
         return -1 - self.number
 
 
@@ -98,7 +96,7 @@ class GraphedStage(WrappedStage):
     The first micro-batch of each slot runs both ways, and its eager results are used. If they
     differ, or if an action cannot be captured, the stage goes on eagerly and says why.
 
-    The loss runs eagerly: it counts metrics, and a user's may read values on the host. So do metrics.
+    The loss runs eagerly, for it counts metrics, and a user's may read values on the host.
     """
 
     def __init__(
@@ -114,8 +112,8 @@ class GraphedStage(WrappedStage):
         self._free: dict[Layouts, list[Slot]] = {}  # a key: its first backward has ended
         self._flights: dict[int, _Flight] = {}
         self._inferred: tuple[Layouts, Slot | None] = (), None
-        found = (mixed_of(layer) for layer in stage.modules.modules())
-        self._mixed = [mixed for mixed in found if mixed is not None]
+        precisions = map(mixed_of, stage.modules.modules())
+        self._mixed = [mixed for mixed in precisions if mixed is not None]
         self._is_watched = False
         self._is_capturing = False
         self._poll = stage.poll
@@ -153,9 +151,9 @@ class GraphedStage(WrappedStage):
 
     def backward(self, index: int, gradients: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
         """Run the backward by a replay; see `Stage.backward`."""
-        found = self._backward(Kind.B, index, gradients)
+        results = self._backward(Kind.B, index, gradients)
         self._end(index)
-        return found
+        return results
 
     def backward_input(self, index: int, gradients: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
         """Compute the input gradients by a replay; see `Stage.backward_input`."""
@@ -301,11 +299,11 @@ class GraphedStage(WrappedStage):
             return seen
 
         def forward() -> None:
-            made = self.stage.forward(
+            outputs = self.stage.forward(
                 slot.key, slot.inputs, self._ends_at(slot) if flight.is_last else None, is_split
             )
             if not flight.is_last:
-                slot.outputs = made
+                slot.outputs = outputs
 
         state = list(self.stage.modules.buffers())
         before = _copies(state)
@@ -314,26 +312,24 @@ class GraphedStage(WrappedStage):
             self._replay_forward(slot, flight.inputs)
         replayed = _copies([*tensors_in(slot.outputs), *state])
         _restore(state, before)
-        made = self.stage.forward(
+        results = self.stage.forward(
             index, flight.inputs, watched if flight.is_last else None, is_split
         )
         if is_captured:
-            self._compare(Kind.F, replayed, [*(eager if flight.is_last else made), *state])
-        return made
+            self._compare(Kind.F, replayed, [*(eager if flight.is_last else results), *state])
+        return results
 
     def _ends_at(self, slot: Slot) -> Loss:
-        """Return the loss of a capture, which keeps the outputs in the slot and takes gradients from it."""
+        """Return the loss of a capture: it keeps outputs in the slot and takes gradients from it."""
 
         def end(outputs: Any) -> Tensor:
             slot.outputs = map_tensors(lambda tensor: _leaf(tensor, []), outputs)
             wanted = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
             slot.output_gradients = [torch.empty_like(tensor) for tensor in wanted]
-            found: Tensor = (
-                _Received.apply(slot, *wanted)  # type: ignore[no-untyped-call]
-                if wanted
-                else next(tensors_in(outputs)).new_zeros(())
-            )
-            return found
+            if not wanted:
+                return next(tensors_in(outputs)).new_zeros(())
+            loss: Tensor = _Received.apply(slot, *wanted)  # type: ignore[no-untyped-call]
+            return loss
 
         return end
 
@@ -343,9 +339,8 @@ class GraphedStage(WrappedStage):
         """Run B or I."""
         flight = self._flights[index]
         slot = flight.slot
-        run = self.stage.backward if kind is Kind.B else self.stage.backward_input
         if slot is None:
-            return run(index, gradients)
+            return self._run_of(kind)(index, gradients)
         if flight.is_checked:
             return self._first_backward(kind, index, gradients)
         if flight.loss is not None:
@@ -364,14 +359,14 @@ class GraphedStage(WrappedStage):
         flight = self._flights[index]
         slot = flight.slot
         assert slot is not None
-        run = self.stage.backward if kind is Kind.B else self.stage.backward_input
-        found: list[tuple[Tensors, Tensors]] = []
+        run = self._run_of(kind)
+        eager: list[tuple[Tensors, Tensors]] = []
 
         def capture() -> None:
             slot.input_gradients, _ = run(slot.key, given)
 
-        with self._as_eagerly(slot, kind, lambda: found.append(run(index, gradients))) as compared:
-            compared.extend(found[0][0])
+        with self._as_eagerly(slot, kind, lambda: eager.append(run(index, gradients))) as compared:
+            compared.extend(eager[0][0])
             given: Sequence[Tensor]
             if flight.is_last:
                 given = (torch.ones_like(gradients[0]),)
@@ -382,15 +377,18 @@ class GraphedStage(WrappedStage):
             self._capture(slot, kind, capture)
             for static, gradient in zip(slot.output_gradients, received, strict=True):
                 static.data.zero_() if gradient is None else static.data.copy_(gradient)
-        return found[0]
+        return eager[0]
+
+    def _run_of(self, kind: Kind) -> Callable[[int, Sequence[Tensor]], tuple[Tensors, Tensors]]:
+        return self.stage.backward if kind is Kind.B else self.stage.backward_input
 
     @contextmanager
     def _as_eagerly(
         self, slot: Slot, kind: Kind, run: Callable[[], object]
     ) -> Iterator[list[Tensor]]:
-        """Run a backward eagerly; replay what the block captures, compare, and keep the eager results.
+        """Run a backward eagerly, then replay what the block captures, and compare.
 
-        The block may add to the list what is compared with the slot's input gradients.
+        The eager results are kept. The block may add to the list what is compared with the slot's input gradients.
         """
         state = [each.grad for each in self.stage.modules.parameters() if each.grad is not None]
         before = _copies(state)
@@ -402,8 +400,8 @@ class GraphedStage(WrappedStage):
             return
         _restore(state, before)
         slot.graphs[kind].replay()
-        made = [*slot.input_gradients, *state] if more else state
-        self._compare(kind, made, [*more, *eager])
+        replayed = [*slot.input_gradients, *state] if more else state
+        self._compare(kind, replayed, [*more, *eager])
         _restore(state, eager)
 
     def _capture(self, slot: Slot, kind: Kind, run: Callable[[], None]) -> bool:
@@ -439,10 +437,10 @@ def _layouts(tensors: Sequence[Tensor]) -> Layouts:
 
 def _leaf(tensor: Tensor, leaves: list[Tensor]) -> Tensor:
     """Return a tensor without its graph, which asks for a gradient if its graph did."""
-    made = tensor.detach()
+    leaf = tensor.detach()
     if tensor.requires_grad:
-        leaves.append(made.requires_grad_())
-    return made
+        leaves.append(leaf.requires_grad_())
+    return leaf
 
 
 def _gradient(leaf: Tensor) -> Tensor:
