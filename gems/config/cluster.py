@@ -11,6 +11,7 @@ from typing import Any
 
 from gems.config.fields import choice, flag, number, text
 from gems.config.registries import LAUNCHERS, SCHEDULERS
+from gems.utils.gpus import may_have_gpu
 
 DEVICES = ("auto", "cpu", "cuda")
 ORDERED_TRANSPORTS = NCCL, GLOO = "nccl", "gloo"  # which match messages by their order
@@ -423,6 +424,11 @@ class MachineConfig:
     held_out_error: float | None = number(
         None, "median error of step times predicted for runs not used to calibrate"
     )
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether the device of a rank is a GPU; for auto, whether this node has one."""
+        return self.device == "cuda" or (self.device == "auto" and may_have_gpu())
 
     @property
     def is_real(self) -> bool:

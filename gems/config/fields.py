@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 from gems.errors import ConfigError, nearest, one_of
 
 T = TypeVar("T")
+AUTO = "auto"
 MAX_INT = 2**63 - 1
 # Products and quotients of a few numbers between these two stay finite.
 MIN_REAL = 1e-30
@@ -27,6 +28,7 @@ KINDS = {
     str: "text",
     list: "a list",
     dict: "a mapping",
+    bool | str: "auto, true or false",
 }
 # Keys and values with new names. Old ones are read from a run.yaml, and taken as overrides with one
 # line of warning.
@@ -195,6 +197,11 @@ def flag(default: T, help: str, *, in_run_id: bool = True) -> T:
     return cast(T, _field(default, Rule(help, in_run_id=in_run_id)))
 
 
+def switch(default: T, help: str) -> T:
+    """Declare a key that is true, false, or auto for what suits the machine."""
+    return text(default, help, accepts=AUTO.__eq__, form=f"must be {KINDS[bool | str]}")
+
+
 @dataclass(frozen=True, slots=True)
 class Key:
     """One key of the configuration.
@@ -263,7 +270,7 @@ def _check(key: str, value: Any, kind: Any, rule: Rule | None) -> None:
     if is_dataclass(bare) and is_dataclass(value):
         check_fields(value, f"{key}.", rule is None)
         return
-    origin = get_origin(bare) or bare
+    origin = bare if bare in KINDS else get_origin(bare) or bare
     if origin in KINDS:
         is_right = isinstance(value, int | float) if origin is float else isinstance(value, origin)
         if not is_right or (isinstance(value, bool) and origin in (int, float)):
@@ -283,7 +290,7 @@ def _check(key: str, value: Any, kind: Any, rule: Rule | None) -> None:
 
 
 def _without_none(kind: Any) -> Any:
-    if isinstance(kind, UnionType):
+    if isinstance(kind, UnionType) and kind not in KINDS:
         (kind,) = (each for each in get_args(kind) if each is not NoneType)
     return kind
 

@@ -304,7 +304,8 @@ def translate(error: Exception, words: Sequence[str]) -> ConfigError:
     if isinstance(cause, ValidationError):
         for known in keys(RunSpec):
             if known.name == name:
-                kind = known.entry if is_entry else get_origin(known.kind) or known.kind
+                kind = known.entry if is_entry else known.kind
+                kind = kind if kind in KINDS else get_origin(kind)
                 return ConfigError(
                     key, value, f"must be {KINDS.get(kind, KINDS[dict])}{forms(key)}"
                 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gems.config.fields import choice, flag, number, text
+from gems.config.fields import AUTO, choice, flag, number, switch, text
 from gems.config.recipe import LOGGERS, MAX_STEPS
 from gems.config.registries import STAGE_WRAPPERS
 
@@ -44,10 +44,10 @@ class TrainConfig:
         "run each layer through torch.compile, whose kernels keep other tensors than predictions"
         " count; for schedules with a whole backward, without memory policy, strips and 16 bits",
     )
-    cuda_graphs: bool = flag(
+    cuda_graphs: bool | str = switch(
         False,
         "capture forward and backward of each stage as CUDA graphs, and replay these; for stages"
-        " without memory policy and strips, others run eagerly",
+        " without memory policy and strips, others run eagerly; auto: if the device is a GPU",
     )
     evaluate: bool = flag(True, "measure the metrics on the validation split at the end")
     validate_steps: int | None = number(
@@ -149,6 +149,11 @@ class TrainConfig:
         "info", LOG_LEVELS, "least level of the messages on stderr", in_run_id=False
     )
 
+    def __post_init__(self) -> None:
+        """Take the texts true and false, as quotes make them, for what they say."""
+        words = {"true": True, "false": False}
+        self.cuda_graphs = words.get(str(self.cuda_graphs).lower(), self.cuda_graphs)
+
     @property
     def dtype(self) -> str:
         """Type of the parameters, and of activations unless layers run under autocast."""
@@ -166,3 +171,12 @@ class TrainConfig:
         What a profile is of.
         """
         return self.dtype if self.dtype == self.compute_dtype else self.precision
+
+
+def captures_graphs(train: TrainConfig, has_gpu: bool) -> bool:
+    """Return whether stages run as CUDA graphs, if nothing but the device stands against it.
+
+    For predictions, `has_gpu` is that of `MachineConfig`.
+    """
+    is_on = train.cuda_graphs is True or (train.cuda_graphs == AUTO and not train.compile)
+    return has_gpu and is_on

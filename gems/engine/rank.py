@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gems.config.training import captures_graphs
 from gems.engine.device import DTYPES, seed_generators, use_own_stream
 from gems.engine.executor import Executor, Training
 from gems.engine.loss import StepWeight, SummedLoss
@@ -62,7 +63,7 @@ class Rank:
         check_ranks(plan, comm)
         spec = plan.spec
         replica, index = plan.position(comm.rank)
-        if spec.train.cuda_graphs:
+        if captures_graphs(spec.train, device.type == "cuda"):
             use_own_stream(device)
         _choose_convolutions(plan.memory_plan, device)
         reduce_timer_slack()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from gems.autograd.random_draws import RandomDraws
+from gems.config.training import captures_graphs
 from gems.engine.optimization.parameter_groups import NumberedLayer, check_frozen
 from gems.engine.stage import Stage, StageKey
 from gems.engine.stage_modules import StageModules
@@ -109,6 +110,7 @@ class Stages:
         spec = plan.spec
         host_bytes = spec.machine.host_bytes
         forms: Mapping[StageKey, StripStage] = {} if self.forms is None else self.forms.forms
+        is_asked = spec.train.cuda_graphs is True  # then the first rank says why it has no effect
         return StageOptions(
             plan.schedule,
             plan.position(self.rank)[1],
@@ -120,7 +122,7 @@ class Stages:
             {key: draws_in(self.named_layers(key), self.draws) for key in forms},
             self.draws.is_drawing,
             spec.train.compile and trains,
-            spec.train.cuda_graphs and trains,
+            trains and (is_asked or captures_graphs(spec.train, self.device.type == "cuda")),
             spec.train.stage_wrappers,
         )
 

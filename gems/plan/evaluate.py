@@ -316,9 +316,9 @@ def _check_compiled(spec: RunSpec, trains: bool, schedule: Schedule | None = Non
     cap = spec.schedule.activation_cap_bytes
     for is_so, fault, advice in (
         (
-            spec.train.cuda_graphs,
+            spec.train.cuda_graphs is True,
             "train.cuda_graphs=true, which captures the kernels of layers as they are",
-            "set train.cuda_graphs=false",
+            "set train.cuda_graphs=false or auto",
         ),
         (
             strips != 1,

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+from gems.config.cluster import MachineConfig
 from gems.config.compose import compose
 from gems.config.resolve import run_id
 from gems.config.schema import RunSpec
+from gems.config.training import TrainConfig, captures_graphs
 from gems.errors import ConfigError, of_the_system
+from gems.utils import gpus
 
 
 def refusal(*words: str) -> str:
@@ -47,6 +50,9 @@ def refusal(*words: str) -> str:
         ("train.resume=''", "train.resume='': must be auto, force, never, or the folder"),
         ("parallel.replicas=1048577", "parallel.replicas=1048577: must be at most 1048576"),
         ("schedule=[]", "schedule=[]: allowed: "),
+        ("train.cuda_graphs=yes", "train.cuda_graphs='yes': must be auto, true or false; capture"),
+        ("train.cuda_graphs=1", "train.cuda_graphs=1: must be auto, true or false"),
+        ("train.cuda_graphs=null", "train.cuda_graphs=null: must be auto, true or false"),
         ("hydra.searchpath=[pkg://no.such]", "hydra.searchpath=pkg://no.such: is no package"),
         (
             f"name={'a' * 201}",
@@ -79,6 +85,7 @@ def test_ranks_and_forwards_are_bounded_together() -> None:
         ({"name": None}, "name=None: must be text"),
         ({"train": {"hang_timeout_s": "x"}}, "train.hang_timeout_s=x: must be a number"),
         ({"train": {"evaluate": 1}}, "train.evaluate=1: must be true or false"),
+        ({"train": {"cuda_graphs": 1}}, "train.cuda_graphs=1: must be auto, true or false"),
         (
             {"parallel": {"boundaries": [0, "x"]}},
             "parallel.boundaries[1]=x: must be a whole number",
@@ -98,6 +105,30 @@ def test_what_was_resolved_is_of_its_types() -> None:
     for words in (["experiment=quickstart"], ["cluster=perlmutter", "parallel.partitions=4"]):
         spec = compose(words)
         assert run_id(RunSpec.from_dict(spec.to_dict())) == run_id(spec)
+
+
+def test_a_switch_is_the_same_in_quotes_and_keeps_the_ids_of_runs() -> None:
+    for words, value, known in (
+        ((), False, "7e5d9631"),
+        (("train.cuda_graphs=false",), False, "7e5d9631"),
+        (("train.cuda_graphs=true",), True, "e4423e42"),
+        (("train.cuda_graphs='true'",), True, "e4423e42"),
+    ):
+        spec = compose(words)
+        assert spec.train.cuda_graphs is value
+        assert run_id(spec) == known
+    assert RunSpec.from_dict({"train": {"cuda_graphs": "False"}}).train.cuda_graphs is False
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "auto"])
+def test_graphs_are_captured_on_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_driver in (False, True):
+        monkeypatch.setattr(gpus, "DRIVER_FILES", (Path("/"),) if has_driver else ())
+        has_gpu = MachineConfig(device=device).has_gpu
+        assert has_gpu is (device == "cuda" or (device == "auto" and has_driver))
+        for value, expected in ((True, has_gpu), ("auto", has_gpu), (False, False)):
+            assert captures_graphs(TrainConfig(cuda_graphs=value), has_gpu) is expected
+    assert not captures_graphs(TrainConfig(cuda_graphs="auto", compile=True), has_gpu=True)
 
 
 def test_an_integer_is_a_number() -> None:

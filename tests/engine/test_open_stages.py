@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from gems.engine.rank import Rank
 from gems.engine.stages.open_stages import StageOptions, open_stages
 from gems.engine.stages.whole import WholeStage
 from gems.engine.supervision.recorder import Recorder
+from gems.engine.transport.mpi import world
 from gems.plan.evaluate import evaluate
 from tests.helpers.toys import make_spec
 
@@ -26,3 +28,10 @@ def test_graphs_without_a_gpu_are_named_by_the_first_rank_and_stages_stay(caplog
         assert type(made.whole[0, rank]) is WholeStage
     (record,) = caplog.records
     assert record.getMessage() == "train.cuda_graphs has no effect: the device is no GPU"
+
+
+def test_graphs_that_nobody_asked_for_are_not_missed(caplog):
+    for value in (False, "auto"):
+        made = evaluate(make_spec("1f1b", 1, train__cuda_graphs=value)).for_ranks
+        Rank.open(made, world(), CPU)
+    assert not caplog.records

@@ -31,7 +31,7 @@ CASES = {
     "zb_h1": ("zb_h1", "keep", False),
     "gems_master": ("gems_master", "keep", False),
     "1f1b, vdnn_all": ("1f1b", "vdnn_all", False),
-    "1f1b, graphs": ("1f1b", "keep", True),
+    "1f1b, graphs": ("1f1b", "keep", "auto"),
     "zb_h1, graphs": ("zb_h1", "keep", True),
     "gems_master, graphs": ("gems_master", "keep", True),
 }
@@ -53,10 +53,10 @@ WORK = ("kernels", "graph launches")
 
 
 def counts_of(
-    world: Comm, schedule: str, memory: str, has_graphs: bool, micro_batches: int
+    world: Comm, schedule: str, memory: str, graphs: bool | str, micro_batches: int
 ) -> tuple[list[Counter[str]], list[Counter[str]], int]:
     """Return the waits of the last step rank by rank, its work, and the number of graphs it could launch."""
-    changes = {"parallel__micro_batches": micro_batches, "train__cuda_graphs": has_graphs}
+    changes = {"parallel__micro_batches": micro_batches, "train__cuda_graphs": graphs}
     spec = replace(
         make_spec(schedule, 4, model__depth=20, train__steps=STEPS, **changes),
         memory=MemoryConfig(memory, asynchronous=memory != "keep", min_offload_bytes=0),

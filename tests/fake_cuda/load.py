@@ -8,6 +8,7 @@ import os
 import sys
 from typing import Any
 
+from gems.utils import gpus
 from tests.fake_cuda.build import NAME, library, torch_folder
 from tests.fake_cuda.children import take_over
 from tests.fake_cuda.watch import watch
@@ -49,6 +50,7 @@ def install() -> Any:
         int(os.environ.get("GEMS_FAKE_GPU_BYTES", 16 * GIB)),
     )
     install_nccl()
+    gpus.DRIVER_FILES = (path,)
     if seed := os.environ.get("GEMS_FAKE_CUDA_LATE"):
         made.set_late(True, int(seed))
     _native = made
