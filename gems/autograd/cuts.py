@@ -41,9 +41,12 @@ _apply: Callable[..., Tensor] = _Begin.apply
 
 def begin(cut: Cut, tensor: Tensor) -> Tensor:
     """Return a tensor at which a graph begins, in the same memory; its gradient goes to `cut`."""
-    return _apply(cut, _anchor(tensor.device), tensor.detach())  # a leaf would be held
+    device = tensor.device
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    return _apply(cut, _anchor(device, stream), tensor.detach())  # a leaf would be held
 
 
 @functools.cache
-def _anchor(device: torch.device) -> Tensor:
+def _anchor(device: torch.device, stream: torch.cuda.Stream | None) -> Tensor:
+    """Return an anchor for graphs on a stream; the backward of another would wait for its own."""
     return torch.empty(0, device=device, requires_grad=True)  # never gets a gradient

@@ -6,7 +6,7 @@ itself loads all of them, except for `mem_tracker` and SchemaCheckMode, which ta
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -43,6 +43,7 @@ __all__ = [
     "SchemaCheckMode",
     "TorchDispatchMode",
     "TreeSpec",
+    "copy_all",
     "current_autograd_node",
     "disable_current_modes",
     "dynamo_settings",
@@ -56,6 +57,7 @@ __all__ = [
     "mem_tracker",
     "no_python_dispatcher",
     "set_allocator",
+    "storage_at",
     "storage_of_weak",
     "stores",
     "tree_flatten",
@@ -123,6 +125,21 @@ def storage_of_weak(reference: int) -> UntypedStorage | None:
     """Return the storage of a weak pointer, or None. If it is gone: weakref.ref of the tensors."""
     storage: UntypedStorage | None = UntypedStorage._new_with_weak_ptr(reference)
     return storage
+
+
+def storage_at(address: int, num_bytes: int, device: torch.device) -> UntypedStorage:
+    """Return a storage over memory that it does not own.
+
+    If it is gone: torch.as_tensor of an object with `__cuda_array_interface__`.
+    """
+    storage: Any = torch._C._construct_storage_from_data_pointer(address, device, num_bytes)
+    return cast(UntypedStorage, storage)
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors into others by few kernels. If it is gone: Tensor.copy_ for each."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def lerp_all(values: list[Tensor], ends: list[Tensor], weight: float) -> None:

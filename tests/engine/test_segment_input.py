@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gems.engine.stages.stored import SegmentInput
+from gems.engine.stages.segment_input import SegmentInput
 
 
 def weak(tensor: torch.Tensor) -> StorageWeakRef:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 
 from gems.config.schema import MemoryConfig
 from gems.engine.device import use_own_stream
-from gems.engine.stages.graphed import GraphedStage
+from gems.engine.stages import graphed_segment
+from gems.engine.stages.graphed import Captures, GraphedStage
 from gems.engine.stages.whole import WholeStage
+from gems.schedule.action import Kind
 from tests.fake_cuda.load import native
 from tests.fake_cuda.workloads import trained
 from tests.helpers.device import DEVICE
@@ -85,7 +88,7 @@ def whole(made: nn.ModuleList) -> WholeStage:
 
 
 def graphed(made: nn.ModuleList, is_drawing: Callable[[nn.Module], bool] = lambda _: False):
-    return GraphedStage(whole(made), "stage 3", is_drawing)
+    return GraphedStage(whole(made), Captures("stage 3", is_drawing))
 
 
 def play(stage, is_split: bool = False, loss=None, shapes: Sequence[tuple[int, ...]] = (SHAPE,)):
@@ -216,7 +219,7 @@ def test_an_evaluation_is_one_launch_for_a_micro_batch_and_follows_other_weights
             wanted += _through(made, images)
         found += stage.infer((images,)).values()
     assert same(found, wanted)
-    assert launches() == 3 + 1 + 2  # the first two of both weights run eagerly, the second also so
+    assert launches() == 4 + 2 + 2  # the first of both weights runs eagerly; two comparisons
 
 
 def _through(made: nn.ModuleList, values: Tensor) -> list[Tensor]:
@@ -225,13 +228,36 @@ def _through(made: nn.ModuleList, values: Tensor) -> list[Tensor]:
     return list(values.values())
 
 
-def test_segments_run_eagerly_so_far_and_are_named_once(caplog):
-    policy = {"memory": MemoryConfig("recompute", recompute="stage")}
-    eager = trained("1f1b", False, **policy)
-    assert same(trained("1f1b", True, **policy), eager)
+POLICIES = {
+    "recompute of stages": MemoryConfig("recompute", recompute="stage"),
+    "recompute": MemoryConfig("recompute"),
+    "recompute with offloaded inputs": MemoryConfig("recompute", offload_inputs=True),
+    "vdnn_all": MemoryConfig("vdnn_all", asynchronous=True, min_offload_bytes=0),
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "gems_master"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_training_under_a_memory_policy_has_the_bits_of_an_eager_one(policy, schedule, caplog):
+    more = {"memory": POLICIES[policy]}
+    eager = trained(schedule, False, **more)
+    assert same(trained(schedule, True, **more), eager)
+    assert launches() > 0
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        (MemoryConfig("recompute", recompute="selective"), "recomputation is selective"),
+        (MemoryConfig("vdnn_conv"), "what convolutions read is moved, and nothing else"),
+    ],
+)
+def test_other_policies_run_eagerly_and_are_named_once(policy, reason, caplog):
+    trained("1f1b", True, memory=policy)
     assert launches() == 0
     assert [each.getMessage() for each in caplog.records] == [
-        "train.cuda_graphs has no effect: the memory policy moves or recomputes what layers keep"
+        f"train.cuda_graphs has no effect: {reason}"
     ]
 
 
@@ -242,34 +268,45 @@ def _ends_early(stage: GraphedStage) -> None:
     def mutated(index: int, *given: object, **named: object) -> object:
         found = forward(index, *given, **named)
         flight = stage._flights[index]
-        if flight.slot is not None and not flight.is_checked:
-            stage._free[flight.layouts].append(flight.slot)
+        if flight.graphs is not None:
+            stage._free[flight.layouts].append(flight.graphs)
         return found
 
     stage.forward = mutated
 
 
 def _replays_backward_first(stage: GraphedStage) -> None:
-    replay = stage._replay_forward
+    """Let the replays of forwards wait for a backward."""
+    take = stage._take
     kept = []
 
-    def mutated(slot: object, inputs: object) -> None:
-        if len(slot.graphs) < 2:
-            replay(slot, inputs)
-            return
-        kept.append((slot, inputs))
+    def late_take(index: int, *given: object) -> object:
+        graphs = take(index, *given)
+        if graphs is not None and not isinstance(graphs._graphs, _Late):
+            graphs._graphs = _Late(graphs._graphs, kept)
+        return graphs
 
-    backward = stage._backward
+    stage._take = late_take
 
-    def late(kind: object, index: int, gradients: object) -> object:
-        found = backward(kind, index, gradients)
-        for slot, inputs in kept:
-            replay(slot, inputs)
-        kept.clear()
-        return found
 
-    stage._replay_forward = mutated
-    stage._backward = late
+class _Late(dict):
+    def __init__(self, graphs: dict, kept: list) -> None:
+        super().__init__(graphs)
+        self.kept = kept
+
+    def __getitem__(self, kind: object) -> object:
+        graph = super().__getitem__(kind)
+        if kind is Kind.F:
+            self.kept.append(graph)
+            return SimpleNamespace(replay=lambda: None)
+
+        def replay() -> None:
+            graph.replay()
+            for each in self.kept:
+                each.replay()
+            self.kept.clear()
+
+        return SimpleNamespace(replay=replay)
 
 
 @pytest.mark.parametrize("mutate", [_ends_early, _replays_backward_first])
@@ -278,3 +315,11 @@ def test_a_wrong_use_of_slots_shows(mutate):
     stage = graphed(layers())
     mutate(stage)
     assert not same(play(stage), eager)
+
+
+def test_a_segment_whose_tensors_are_not_moved_out_shows(monkeypatch):
+    more = {"memory": POLICIES["recompute of stages"]}
+    eager = trained("gems_master", False, **more)
+    monkeypatch.setattr(graphed_segment, "_spill", lambda pairs: None)
+    monkeypatch.setattr(graphed_segment.SharedSlot, "take", lambda self, holder=None: False)
+    assert not same(trained("gems_master", True, **more), eager)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -116,15 +116,17 @@ class ActivationStore:
         return self._tables[key].input_bytes is not None
 
     @contextmanager
-    def saved_tensor_hooks(self, key: MicroBatchKey, segment: int) -> Iterator[None]:
-        """Store what autograd saves inside a block for the backward of a segment, and count it."""
+    def saved_tensor_hooks(
+        self, key: MicroBatchKey, segment: int
+    ) -> Iterator[Callable[[Tensor], SavedTensor]]:
+        """Store what autograd saves inside a block for the backward of a segment, and count it.
+
+        Yields a function that saves a tensor as autograd would.
+        """
         table = self._tables[key]
-        with (
-            nullcontext()
-            if table.is_measured
-            else saved_tensors_hooks(partial(self._save, table, segment), self.load)
-        ):
-            yield
+        save = partial(self._save, table, segment)
+        with nullcontext() if table.is_measured else saved_tensors_hooks(save, self.load):
+            yield save
         self._update_counter(table)
 
     def save(self, key: MicroBatchKey, segment: int, tensor: Tensor) -> SavedTensor:

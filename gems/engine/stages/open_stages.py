@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
@@ -16,7 +16,8 @@ from gems.autograd.mixed import low_copies
 from gems.engine.offload.activation_store import ActivationStore
 from gems.engine.offload.host_pool import HostPool, PinnedMemory
 from gems.engine.stage import SegmentKey, Stage, StageKey
-from gems.engine.stages.graphed import GraphedStage
+from gems.engine.stages.graphed import Captures, GraphedStage
+from gems.engine.stages.graphed_segment import GraphedSegment, SharedSlot
 from gems.engine.stages.stored import StoredSegment
 from gems.engine.stages.stored_strips import StoredStrips
 from gems.engine.stages.streamed import StreamedStage, StripLayers
@@ -115,14 +116,17 @@ def open_stages(
         pinned = PinnedMemory(where) if options.device.type == "cuda" else None
         pool = HostPool(pinned, where, options.host_limit_bytes)
         store = _open_store(modules.values(), options, pool, recorder)
+    slot = SharedSlot(store) if captures and store is not None else None
     whole: dict[StageKey, Stage] = {}
     by_key: dict[SegmentKey, Stage] = {}
     for key, layers in modules.items():
         stage = whole[key] = _open_stage(key, layers, options, poll, store)
-        running = _graphed(stage, key, options) if captures else stage
-        segments: Iterable[tuple[int | None, Stage]] = [(schedule.first_segment(key[1]), running)]
+        name = schedule.first_segment(key[1])
+        segments: Iterable[tuple[int | None, Stage]] = [(name, stage)]
         if store is not None and not options.forms:
-            segments = _cut(stage, key, options, store)
+            segments = _cut(stage, key, options, store, slot)
+        elif captures:
+            segments = [(name, GraphedStage(stage, _captures(key, options)))]
         for name, segment in segments:
             by_key[*key, name] = wrap_stage(segment, (*key, name), options.wrappers)
     if store is None:
@@ -166,19 +170,23 @@ def _open_stage(
     return WholeStage(layers, is_first, poll)
 
 
-def _graphed(stage: WholeStage, key: StageKey, options: StageOptions) -> Stage:
+def _captures(key: StageKey, options: StageOptions) -> Captures:
     name = f"stage {key[1]}" + (", upwards" if key[0] else "")
-    return GraphedStage(stage, name, options.is_drawing)
+    return Captures(name, options.is_drawing)
 
 
 def _may_capture(options: StageOptions) -> bool:
     """Return whether stages are captured as CUDA graphs; the first rank says why they are not."""
     if not options.captures:
         return False
+    plan = options.plan
     reasons = {
         "the device is no GPU": options.device.type != "cuda",
         "layers run in strips": bool(options.forms),
-        "the memory policy moves or recomputes what layers keep": _needs_store(options.schedule),
+        "recomputation is selective": plan is not None
+        and any(each.choice is Choice.SELECTIVE for stage in plan.stages for each in stage),
+        "what convolutions read is moved, and nothing else": plan is not None
+        and plan.only_conv_inputs,
     }
     why = [reason for reason, is_so in reasons.items() if is_so]
     if why and options.rank == 0:
@@ -187,7 +195,11 @@ def _may_capture(options: StageOptions) -> bool:
 
 
 def _cut(
-    stage: WholeStage, key: StageKey, options: StageOptions, store: ActivationStore
+    stage: WholeStage,
+    key: StageKey,
+    options: StageOptions,
+    store: ActivationStore,
+    slot: SharedSlot | None,
 ) -> Iterator[tuple[int | None, Stage]]:
     """Yield the segments of a stage by the names that the schedule has for them."""
     number = key[1]
@@ -205,16 +217,14 @@ def _cut(
             " unlike in the plan",
             "prepare the run again",
         )
+    captures = _captures(key, options)
     for name, segment in zip(names, planned, strict=True):
-        yield (
-            name,
-            StoredSegment(
-                stage,
-                nn.ModuleList(layers[segment.first - first : segment.end - first]),
-                key,
-                name or 0,
-                name == names[-1],
-                store,
-                segment.choice is Choice.SELECTIVE,
-            ),
-        )
+        is_selective = segment.choice is Choice.SELECTIVE
+        modules = nn.ModuleList(layers[segment.first - first : segment.end - first])
+        given = stage, modules, key, name or 0, name == names[-1], store, is_selective
+        if slot is None:
+            yield name, StoredSegment(*given)
+            continue
+        graphed = GraphedSegment(*given)
+        graphed.use(slot, replace(captures))
+        yield name, graphed

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from gems.autograd.cuts import Cut, begin
 from gems.autograd.recompute.recompute import Recomputation, RecomputeContext
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.split_backward.layers import SplitLayers
@@ -17,71 +14,8 @@ from gems.autograd.storages import storage_addresses
 from gems.engine.offload.activation_store import ActivationStore, MicroBatchKey
 from gems.engine.offload.saved_tensor_table import SavedTensor
 from gems.engine.stage import Loss, StageKey, Tensors
+from gems.engine.stages.segment_input import SegmentInput
 from gems.engine.stages.whole import Stash, WholeStage, gradient_edges, run_backward
-
-Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]  # second: strides
-
-
-def _gradient_layout(tensor: Tensor) -> Layout:
-    """Return the layout in which autograd keeps the gradient of a leaf."""
-    is_dense = tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
-    stride = tensor.stride() if is_dense else torch.empty(tensor.size(), device="meta").stride()
-    return tensor.size(), stride, tensor.dtype, tensor.device
-
-
-def _in_layout(gradient: Tensor | None, layout: Layout) -> Tensor:
-    """Return a gradient in a layout, or zeros if the gradient is None."""
-    size, stride, dtype, device = layout
-    if gradient is not None:
-        same = zip(gradient.size(), gradient.stride(), stride, strict=True)
-        if all(mine == its or count == 1 for count, mine, its in same):
-            return gradient
-    made = torch.empty_strided(size, stride, dtype=dtype, device=device)
-    return made.zero_() if gradient is None else made.copy_(gradient)
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentInput:
-    """The inputs of one forward, where its graph begins; those without a cut want no gradient."""
-
-    cuts: tuple[Cut | None, ...]
-    layouts: tuple[Layout | None, ...]
-
-    @classmethod
-    def enter(
-        cls, inputs: Sequence[Tensor], wanted: Sequence[bool]
-    ) -> tuple[SegmentInput, tuple[Tensor, ...]]:
-        """Pass inputs into a new graph; those in `wanted` get a gradient.
-
-        Returns:
-            The segment's input, and the tensors for its layers, which share the memory of the
-                inputs and are no leaves.
-        """
-        layouts = tuple(
-            _gradient_layout(tensor) if tensor.is_floating_point() else None for tensor in inputs
-        )
-        cuts = tuple(Cut() if is_wanted else None for is_wanted in wanted)
-        values = tuple(
-            tensor.detach() if cut is None else begin(cut, tensor)
-            for cut, tensor in zip(cuts, inputs, strict=True)
-        )
-        return cls(cuts, layouts), values
-
-    def gradients(self, is_first: bool) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the floating-point inputs, and drop them.
-
-        The gradients of a stage's first segment are complete and have the layout of their inputs.
-        In later segments, an input without a gradient gives None to the segment before it, as in an
-        uncut graph.
-        """
-        found: list[Tensor | None] = []
-        for cut, layout in zip(self.cuts, self.layouts, strict=True):
-            if layout is not None and (cut is not None or not is_first):
-                gradient = None
-                if cut is not None:
-                    gradient, cut.gradient = cut.gradient, None
-                found.append(_in_layout(gradient, layout) if is_first else gradient)
-        return tuple(found)
 
 
 class Stored(WholeStage):
@@ -176,7 +110,6 @@ class StoredSegment(Stored):
         self.keep_in(store, stage_key, number, is_last)
         self._whole = whole
         self._recomputation = Recomputation(modules, is_selective)
-        self._pending: dict[int, PendingRecompute] = {}
         self._inputs: dict[int, tuple[Tensor, ...]] = {}
         # inputs that the layers change in place; None until known
         self._changed_inputs: frozenset[int] | None = None
@@ -197,10 +130,7 @@ class StoredSegment(Stored):
 
         If it `is_run_again`, keep only what `recompute` needs, mainly the inputs.
         """
-        key = self._key(index)
-        if self._number == 0:
-            self._store.begin(key, inputs)
-            self._inputs[index] = () if self._store.takes_inputs(key) else tuple(inputs)
+        self._begin(index, inputs)
         wanted = self._wanted(inputs)
         if is_run_again:
             outputs = self._run_once(index, inputs, wanted, loss, is_split)
@@ -209,16 +139,10 @@ class StoredSegment(Stored):
             flags = [has_graph and tensor.is_floating_point() for tensor in outputs]
         else:
             outputs = self._record(
-                index, inputs, wanted, is_split, lambda values: self._run(values, loss)
+                index, inputs, wanted, is_split, lambda values: self.run_layers(values, loss)
             )
             flags = [tensor.requires_grad for tensor in outputs]
-        self._store.record_outputs(key, self._number, outputs)
-        made = tuple(tensor.detach() for tensor in outputs)
-        if self._is_last:
-            return made
-        return tuple(
-            tensor.requires_grad_(is_wanted) for tensor, is_wanted in zip(made, flags, strict=True)
-        )
+        return self._pass_on(index, outputs, flags)
 
     def recompute(self, index: int, loss: Loss | None = None) -> None:
         """Run the layers again, and put what backward needs into the store.
@@ -226,7 +150,8 @@ class StoredSegment(Stored):
         Raises:
             RuntimeError: An input was changed in place in the meantime.
         """
-        saved, wanted, context, is_split = self._pending.pop(index)
+        pending: PendingRecompute = self._pending.pop(index)
+        saved, wanted, context, is_split = pending
         inputs = [self._store.load(tensor) for tensor in saved]
         for entry in context.matmuls or ():
             if any(isinstance(value, SavedTensor) and value.is_changed for value in entry.outputs):
@@ -237,7 +162,7 @@ class StoredSegment(Stored):
             )
 
         def run(given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            return self._run(self._copy_changed(given), loss)
+            return self.run_layers(self._copy_changed(given), loss)
 
         self._record(
             index,
@@ -252,6 +177,22 @@ class StoredSegment(Stored):
         super().reset()
         self._inputs.clear()
 
+    def _begin(self, index: int, inputs: Sequence[Tensor]) -> None:
+        if self._number == 0:
+            key = self._key(index)
+            self._store.begin(key, inputs)
+            self._inputs[index] = () if self._store.takes_inputs(key) else tuple(inputs)
+
+    def _pass_on(self, index: int, outputs: Tensors, flags: Sequence[bool]) -> Tensors:
+        """Return the outputs without their graph; `flags` say which ask for a gradient."""
+        self._store.record_outputs(self._key(index), self._number, outputs)
+        made = tuple(tensor.detach() for tensor in outputs)
+        if self._is_last:
+            return made
+        return tuple(
+            tensor.requires_grad_(is_wanted) for tensor, is_wanted in zip(made, flags, strict=True)
+        )
+
     def _run_once(
         self,
         index: int,
@@ -264,7 +205,7 @@ class StoredSegment(Stored):
         key = self._key(index)
         saved = tuple(self._store.save(key, self._number, tensor) for tensor in inputs)
         _, values = SegmentInput.enter(inputs, wanted)
-        with self._deferring_to(DeferredGradients() if is_split else None):
+        with self.deferring_to(DeferredGradients() if is_split else None):
             outputs, context = self._recomputation.forward(
                 values, lambda given: self._run_on_copies(given, loss)
             )
@@ -293,7 +234,7 @@ class StoredSegment(Stored):
         deferred = DeferredGradients() if is_split else None
         segment_input, values = SegmentInput.enter(inputs, wanted)
         with (
-            self._deferring_to(deferred),
+            self.deferring_to(deferred),
             self._store.saved_tensor_hooks(self._key(index), self._number),
         ):
             outputs = run(values)
@@ -302,7 +243,7 @@ class StoredSegment(Stored):
 
     def _backward(
         self, index: int, stash: Stash, gradients: Sequence[Tensor]
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    ) -> tuple[Any, Tensors]:
         run_backward(stash.edges, gradients)
         # within a stage some may be None, which the segment before expects
         return stash.inputs.gradients(is_first=self._number == 0), self._inputs.pop(index, ())
@@ -313,10 +254,10 @@ class StoredSegment(Stored):
         The first call finds out which inputs these are.
         """
         if self._changed_inputs is not None:
-            return self._run(self._copy_changed(given), loss)
+            return self.run_layers(self._copy_changed(given), loss)
         copies = tuple(tensor.clone() for tensor in given)
         versions = [tensor._version for tensor in copies]
-        outputs = self._run(copies, loss)
+        outputs = self.run_layers(copies, loss)
         self._changed_inputs = frozenset(
             i for i, copy in enumerate(copies) if copy._version != versions[i]
         )

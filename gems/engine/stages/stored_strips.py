@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -96,7 +96,7 @@ class StoredStrips(Stored, StreamedStage):
             self._images[number].sample.run_again(strip, inputs, carried, deferred)
         self._stash[index] = Stash(pending.given, (), deferred)
 
-    def _hooks(self, index: int) -> AbstractContextManager[None]:
+    def _hooks(self, index: int) -> AbstractContextManager[Any]:
         return self._store.saved_tensor_hooks(self._key(index), 0)
 
     def _run_once(

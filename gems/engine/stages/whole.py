@@ -69,14 +69,14 @@ class WholeStage(Stage):
             for tensor in inputs
         )
         deferred = DeferredGradients() if is_split else None
-        with self._deferring_to(deferred):
+        with self.deferring_to(deferred):
             if self.stash_bytes is None:
                 self._prepare(leaves)
                 with StashMeter(self._known(leaves)) as meter:
-                    outputs = self._run(leaves, loss)
+                    outputs = self.run_layers(leaves, loss)
                 self.stash_bytes = meter.saved_bytes
             else:
-                outputs = self._run(leaves, loss)
+                outputs = self.run_layers(leaves, loss)
         self._stash[index] = Stash(leaves, gradient_edges(outputs), deferred)
         return tuple(tensor.detach() for tensor in outputs)
 
@@ -88,7 +88,7 @@ class WholeStage(Stage):
         """Run the backward of the graph, and defer the weight gradients."""
         stash = self._stash.pop(index)
         assert stash.deferred is not None
-        with self._deferring_to(stash.deferred):
+        with self.deferring_to(stash.deferred):
             found = self._backward(index, stash, gradients)
         self._deferred[index] = stash.deferred
         alike = self._alike(index)
@@ -181,12 +181,13 @@ class WholeStage(Stage):
             *low_copies(self.modules),
         ]
 
-    def _deferring_to(self, deferred: DeferredGradients | None) -> AbstractContextManager[None]:
+    def deferring_to(self, deferred: DeferredGradients | None) -> AbstractContextManager[None]:
+        """Return a context in which weight gradients are left to `deferred`, if it is given."""
         return nullcontext() if deferred is None else self.split_layers().defer_to(deferred)
 
     def _backward(
         self, index: int, stash: Stash, gradients: Sequence[Tensor]
-    ) -> tuple[Tensors, Tensors]:
+    ) -> tuple[Any, Tensors]:
         run_backward(stash.edges, gradients)
         leaves: Tensors = stash.inputs
         input_gradients = tuple(
@@ -198,7 +199,8 @@ class WholeStage(Stage):
             leaf.grad = None  # an input that is read until W must not keep its gradient
         return input_gradients, leaves
 
-    def _run(self, leaves: Tensors, loss: Loss | None) -> Tensors:
+    def run_layers(self, leaves: Tensors, loss: Loss | None) -> Tensors:
+        """Run the layers, and return their outputs, or the loss of these."""
         output: Any = leaves
         polled_s = time.perf_counter()
         for module in self.modules:

@@ -1,0 +1,275 @@
+"""Segments whose actions are CUDA graphs, and whose saved tensors are in the activation store.
+
+All segments of a rank share the memory of one slot. Like registers, it is spilled: what a forward
+saves is moved to the store, where memory policies find it, and is moved back for the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gems.autograd.outputs import as_tuple, tensors_in
+from gems.autograd.split_backward.deferred import DeferredGradients
+from gems.autograd.torch_internals import copy_all
+from gems.engine.offload.activation_store import ActivationStore
+from gems.engine.offload.saved_tensor_table import SavedTensor
+from gems.engine.stage import Loss, Tensors
+from gems.engine.stages.graphed import Captures
+from gems.engine.stages.layer_graphs import (
+    Gradients,
+    LayerGraphs,
+    LossPass,
+    Pass,
+    address_of,
+    last_output,
+    layouts_of,
+)
+from gems.engine.stages.stored import StoredSegment
+from gems.engine.stages.whole import Stash
+
+Pair = tuple[Tensor, Tensor]  # of the slot, and the same values elsewhere
+
+
+class SharedSlot:
+    """The memory in which the graphs of all segments of a rank run, one after the other."""
+
+    def __init__(self, store: ActivationStore) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self._store = store
+        self._num_bytes = 0
+        self._holder: object = None
+        self._spill: Callable[[], None] | None = None
+
+    def grow(self, num_bytes: int) -> None:
+        """Count the bytes of the graphs of a segment: the slot is as large as the largest."""
+        self._store.activations.count_bytes(max(0, num_bytes - self._num_bytes))
+        self._num_bytes = max(num_bytes, self._num_bytes)
+
+    def hold(self, holder: object, spill: Callable[[], None]) -> None:
+        """Leave the tensors of `holder` in the slot until another takes it, which will `spill`."""
+        self._holder, self._spill = holder, spill
+
+    def take(self, holder: object = None) -> bool:
+        """Take the slot, and return whether the tensors of `holder` are still in it."""
+        is_held = self._spill is not None and holder is self._holder
+        if self._spill is not None and not is_held:
+            self._spill()
+        self.empty()
+        return is_held
+
+    def empty(self) -> None:
+        """Forget what is in the slot."""
+        self._holder = self._spill = None
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What a replayed forward leaves: the graphs, and the slot's tensors with their saved form."""
+
+    graphs: LayerGraphs
+    saved: list[tuple[Tensor, SavedTensor]]
+    loss: LossPass | None = None
+
+
+class _PendingReplay(NamedTuple):
+    """What remains of a replayed forward that will be run again."""
+
+    graphs: LayerGraphs
+    inputs: tuple[SavedTensor, ...]
+
+
+class _ReplayedWeights(DeferredGradients):
+    """Weight gradients that a replay computes, after what it reads is back in the slot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pairs: list[Pair] = []
+
+    def keep(self, pairs: list[Pair], replay: Callable[[], None]) -> None:
+        """Keep tensors until `run` calls `replay`."""
+        self._pairs = pairs
+        self._replay = replay
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors that are kept."""
+        return (live for _, live in self._pairs)
+
+    def run(self, poll: Callable[[], None]) -> None:
+        """Add the gradients."""
+        self._replay()
+        poll()
+
+
+class GraphedSegment(StoredSegment):
+    """A segment that replays CUDA graphs of its actions in the slot that all segments share.
+
+    The first micro-batch runs eagerly.
+    """
+
+    def use(self, slot: SharedSlot, captures: Captures) -> None:
+        """Take the slot, and what captures the layers."""
+        self._slot = slot
+        self._captures = captures
+        self._graphs: dict[Any, LayerGraphs | None] = {}
+        self._has_run = False
+
+    def forward(
+        self,
+        index: int,
+        inputs: Sequence[Tensor],
+        loss: Loss | None = None,
+        is_split: bool = False,
+        is_run_again: bool = False,
+    ) -> Tensors:
+        """Run the layers by a replay, and put what they save into the store; see `StoredSegment`."""
+        graphs = self._graphs_for(inputs, is_split)
+        if graphs is None:
+            return super().forward(index, inputs, loss, is_split, is_run_again)
+        self._begin(index, inputs)
+        self._slot.take()
+        outputs = graphs.forward(inputs)
+        if is_run_again:
+            key = self._key(index)
+            saved = tuple(self._store.save(key, self._number, tensor) for tensor in inputs)
+            self._pending[index] = _PendingReplay(graphs, saved)
+            with torch.no_grad():
+                value = None if loss is None else loss(outputs)
+        else:
+            value = self._keep(index, graphs, inputs, outputs, loss)
+            self._slot.take()
+        flags = graphs.way.flags
+        return self._pass_on(index, as_tuple(outputs if value is None else value), flags)
+
+    def recompute(self, index: int, loss: Loss | None = None) -> None:
+        """Run the layers again by a replay; see `StoredSegment.recompute`."""
+        pending = self._pending[index]
+        if not isinstance(pending, _PendingReplay):
+            super().recompute(index, loss)
+            return
+        del self._pending[index]
+        inputs = [self._store.load(tensor) for tensor in pending.inputs]
+        self._slot.take()
+        buffers = list(self.modules.buffers())  # norms have counted the first run
+        before = [buffer.clone() for buffer in buffers]
+        outputs = pending.graphs.forward(inputs)
+        copy_all([buffer.data for buffer in buffers], before)
+        self._keep(index, pending.graphs, inputs, outputs, loss)
+
+    def reset(self) -> None:
+        """Drop all micro-batches in flight; the store is reset by its owner."""
+        super().reset()
+        self._slot.empty()
+
+    def _graphs_for(self, inputs: Sequence[Tensor], is_split: bool) -> LayerGraphs | None:
+        if not self._has_run or self._captures.is_refused:
+            return None
+        wanted = self._wanted(inputs)
+        layouts = (is_split, wanted, *layouts_of(inputs))
+        if layouts not in self._graphs:
+            self._slot.take()
+            way = Pass(self, partial(last_output, self), wanted, self._number == 0, is_split)
+            graphs = self._graphs[layouts] = self._captures.capture(way, inputs, self._slot.pool)
+            if graphs is not None:
+                graphs.disown()
+                self._slot.grow(graphs.num_bytes)
+        return self._graphs[layouts]
+
+    def _keep(
+        self,
+        index: int,
+        graphs: LayerGraphs,
+        inputs: Sequence[Tensor],
+        outputs: Any,
+        loss: Loss | None,
+    ) -> Tensor | None:
+        """Put what a forward left in the slot into the store, and return the loss.
+
+        New storages are copied there when another takes the slot.
+        """
+        tensors = {
+            address_of(static): (static, live)
+            for static, live in zip(tensors_in(graphs.outputs), tensors_in(outputs), strict=True)
+            if static.nbytes == static.untyped_storage().nbytes()
+        }
+        tensors |= {
+            address_of(static): (static, live)
+            for static, live, is_same in zip(
+                graphs.inputs, inputs, graphs.is_unchanged, strict=True
+            )
+            if is_same
+        }
+        spilled: list[Pair] = []
+        kept = _Kept(graphs, [])
+        with self._store.saved_tensor_hooks(self._key(index), self._number) as save:
+            for address in graphs.saved:
+                if address not in tensors:
+                    static = graphs.memory[address]
+                    tensors[address] = static, torch.empty_like(static)
+                    spilled.append(tensors[address])
+                static, live = tensors[address]
+                kept.saved.append((static, save(live)))
+            if loss is not None:
+                kept.loss = LossPass.forward(loss, outputs, graphs.way.flags)
+        if graphs.way.is_split:  # W needs them too
+            _spill(spilled)
+            spilled = []
+        self._slot.hold(kept, partial(_spill, spilled))
+        self._stash[index] = Stash(kept, (), _ReplayedWeights() if graphs.way.is_split else None)
+        return None if kept.loss is None else kept.loss.value
+
+    def _backward(
+        self, index: int, stash: Stash, gradients: Sequence[Tensor]
+    ) -> tuple[Gradients, Tensors]:
+        kept = stash.inputs
+        if not isinstance(kept, _Kept):
+            self._has_run = True
+            return super()._backward(index, stash, gradients)
+        graphs = kept.graphs
+        given: Gradients = gradients if kept.loss is None else kept.loss.backward(gradients)
+        loaded = [(static, self._store.load(saved)) for static, saved in kept.saved]
+        if not self._slot.take(kept):
+            _fill(loaded)
+        made = graphs.backward(given)
+        if isinstance(stash.deferred, _ReplayedWeights):
+            pairs = self._read_by_weights(graphs, loaded, given)
+            stash.deferred.keep(pairs, partial(self._replay_weights, graphs, pairs))
+        return made, self._inputs.pop(index, ())
+
+    def _read_by_weights(
+        self, graphs: LayerGraphs, loaded: Sequence[Pair], gradients: Gradients
+    ) -> list[Pair]:
+        received = zip(graphs.output_gradients, gradients, strict=True)
+        pairs = [
+            *loaded,
+            *(
+                (static, live)
+                for static, live in received
+                if static is not None and live is not None
+            ),
+        ]
+        known = {address_of(static): (static, live) for static, live in pairs}
+        for address in graphs.read_by_weights:
+            if address not in known:
+                static = graphs.memory[address]
+                known[address] = static, static.clone()
+        return [known[address] for address in graphs.read_by_weights]
+
+    def _replay_weights(self, graphs: LayerGraphs, pairs: Sequence[Pair]) -> None:
+        self._slot.take()
+        _fill(pairs)
+        graphs.backward_weight()
+
+
+def _spill(pairs: Sequence[Pair]) -> None:
+    # by `data`, since they are saved already and must not count as changed
+    copy_all([live.data for _, live in pairs], [static for static, _ in pairs])
+
+
+def _fill(pairs: Sequence[Pair]) -> None:
+    copy_all([static for static, _ in pairs], [live for _, live in pairs])

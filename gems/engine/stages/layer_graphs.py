@@ -1,0 +1,375 @@
+"""CUDA graphs of some layers: captured once, compared with the layers, and then replayed.
+
+One replay launches all kernels of an action, where eager torch waits for Python between small ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
+
+from gems.autograd.mixed import Mixed, low_copies, mixed_of
+from gems.autograd.outputs import map_tensors, tensors_in
+from gems.autograd.split_backward.deferred import DeferredGradients
+from gems.autograd.storages import storage_addresses, tensor_over
+from gems.autograd.torch_internals import storage_at
+from gems.engine.offload.host_copies import as_bytes
+from gems.engine.stage import Loss, Tensors
+from gems.engine.stages.segment_input import SegmentInput
+from gems.engine.stages.whole import WholeStage, gradient_edges, run_backward
+from gems.schedule.action import Kind
+from gems.streaming.compare import TOLERANCES
+
+LOW_TOLERANCE = 5e-2  # of 16 bits, beside the tolerances of wider types
+
+Gradients = Sequence[Tensor | None]
+Sizes = dict[int, int]  # the bytes of storages by address
+
+
+class NotCapturedError(RuntimeError):
+    """Layers cannot run as CUDA graphs; the text is the reason."""
+
+
+@dataclass(slots=True)
+class Pass:
+    """A forward of a stage's layers, without a loss, and its backward.
+
+    Attributes:
+        run: Runs the layers, and returns their outputs in any structure of tensors.
+        wanted: Whether each input gets a gradient.
+        is_complete: Whether an input without a gradient gets zeros, as those of a stage do.
+        is_split: Whether weight gradients are computed apart, by `backward_weight`.
+        flags: Whether each output has a gradient.
+        deferred: What `backward_weight` will run.
+    """
+
+    stage: WholeStage
+    run: Callable[[Tensors], Any]
+    wanted: Sequence[bool]
+    is_complete: bool = True
+    is_split: bool = False
+    flags: tuple[bool, ...] = ()
+    deferred: DeferredGradients | None = None
+    _entry: SegmentInput | None = None
+    _edges: tuple[GradientEdge | None, ...] = ()
+
+    def forward(self, inputs: Sequence[Tensor]) -> Any:
+        """Run the layers, which may change the inputs, and return their outputs, detached."""
+        self._entry, values = SegmentInput.enter(inputs, self.wanted)
+        self.deferred = DeferredGradients() if self.is_split else None
+        with self._deferring():
+            outputs = self.run(values)
+        tensors = list(tensors_in(outputs))
+        self.flags = tuple(tensor.requires_grad for tensor in tensors)
+        self._edges = gradient_edges(tensors)
+        return map_tensors(Tensor.detach, outputs)
+
+    def backward(self, gradients: Gradients) -> Gradients:
+        """Take the gradients of floating-point outputs, and return those of the inputs."""
+        assert self._entry is not None
+        with self._deferring():
+            run_backward(self._edges, gradients)
+        return self._entry.gradients(self.is_complete)
+
+    def backward_weight(self) -> None:
+        """Add the weight gradients that were deferred."""
+        assert self.deferred is not None
+        self.deferred.run(self.stage.poll)
+
+    def _deferring(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.deferred is None else self.stage.deferring_to(self.deferred)
+
+
+@dataclass(frozen=True, slots=True)
+class LossPass:
+    """A loss on the outputs of graphs; it runs eagerly, for it may read values on the host.
+
+    Attributes:
+        value: The loss, detached.
+    """
+
+    value: Tensor
+    _entry: SegmentInput
+    _edges: tuple[GradientEdge | None, ...]
+
+    @classmethod
+    def forward(cls, loss: Loss, outputs: Any, flags: Sequence[bool]) -> LossPass:
+        """Run a loss; `flags` say which outputs want a gradient."""
+        entry, values = SegmentInput.enter(list(tensors_in(outputs)), flags)
+        rest = iter(values)
+        value = loss(map_tensors(lambda _: next(rest), outputs))
+        return cls(value.detach(), entry, gradient_edges((value,)))
+
+    def backward(self, gradients: Sequence[Tensor]) -> Gradients:
+        """Return the gradients of the floating-point outputs."""
+        run_backward(self._edges, gradients)
+        return self._entry.gradients(is_first=False)
+
+
+@dataclass(slots=True)
+class LayerGraphs:
+    """The graphs of F and of B, or of I and W, with the tensors that they read and write.
+
+    Graphs of one memory pool must not be replayed while another of the pool has to keep its
+    tensors: micro-batches in flight have pools of their own, or their tensors are moved out.
+
+    Attributes:
+        pool: The handle of the memory pool.
+        inputs: What F reads.
+        outputs: What it writes, in the structure that the layers return.
+        output_gradients: What B or I reads.
+        input_gradients: What it writes.
+        saved: The storages that F leaves for the backward.
+        read_by_weights: Those that I leaves for W.
+        is_unchanged: Whether the layers leave each input as it is.
+        num_bytes: The bytes of all of these.
+        memory: After `disown`, the saved storages and those that W reads, as bytes by address.
+    """
+
+    way: Pass
+    pool: Any
+    inputs: Tensors = ()
+    outputs: Any = None
+    output_gradients: Gradients = ()
+    input_gradients: Gradients = ()
+    saved: Sizes = field(default_factory=dict)
+    read_by_weights: Sizes = field(default_factory=dict)
+    is_unchanged: tuple[bool, ...] = ()
+    num_bytes: int = 0
+    memory: dict[int, Tensor] = field(default_factory=dict)
+    _graphs: dict[Kind, torch.cuda.CUDAGraph] = field(default_factory=dict)
+    _mixed: list[Mixed] = field(default_factory=list)
+
+    @classmethod
+    def capture(cls, way: Pass, sample: Sequence[Tensor], pool: Any) -> LayerGraphs:
+        """Capture the actions for inputs like `sample`, and compare them with the layers.
+
+        The layers run once eagerly on the sample before the capture, and once by a replay after it.
+        Then buffers and gradients are what they were before.
+
+        Raises:
+            NotCapturedError: An action cannot be captured, or its replay differs.
+        """
+        modules = way.stage.modules
+        precisions = map(mixed_of, modules.modules())
+        made = cls(way, pool, _mixed=[each for each in precisions if each is not None])
+        buffers = list(modules.buffers())
+        gradients = [each.grad for each in modules.parameters() if each.grad is not None]
+        before = _copies([*buffers, *gradients])
+
+        def play(layers: Pass | LayerGraphs) -> tuple[list[Tensor], list[Tensor]]:
+            for gradient in gradients:
+                gradient.data.zero_()
+            outputs = layers.forward([tensor.detach().clone() for tensor in sample])
+            forward = _copies([*tensors_in(outputs), *buffers])
+            found = layers.backward([_ramp(each) for each in _floating(outputs)])
+            if way.is_split:
+                layers.backward_weight()
+            backward = _copies([*(each for each in found if each is not None), *gradients])
+            _restore([*buffers, *gradients], before)
+            return forward, backward
+
+        eager = play(way)
+        made._capture_all(sample)
+        replayed = play(made)
+        for name, mine, wanted in zip(("F", made._backward_kind), replayed, eager, strict=True):
+            if not all(map(_is_close, mine, wanted)):
+                raise NotCapturedError(
+                    f"the replay of {name} differs from the same action run eagerly"
+                )
+        made.is_unchanged = tuple(map(torch.equal, made.inputs, sample))
+        return made
+
+    def forward(self, inputs: Sequence[Tensor]) -> Any:
+        """Replay F, and return copies of its outputs; an input that is passed on is no copy."""
+        for static, tensor in zip(self.inputs, inputs, strict=True):
+            static.data.copy_(tensor)
+        for mixed in self._mixed:
+            mixed.refresh()
+        self._replay(Kind.F)
+        given = {
+            address_of(static): tensor
+            for static, tensor, is_same in zip(self.inputs, inputs, self.is_unchanged, strict=False)
+            if is_same and static.stride() == tensor.stride()
+        }
+
+        def copy(tensor: Tensor) -> Tensor:
+            original = given.get(address_of(tensor))
+            if original is None:
+                return tensor.clone()
+            offset = original.storage_offset() + tensor.storage_offset()
+            return original.detach().as_strided(tensor.size(), tensor.stride(), offset)
+
+        return map_tensors(copy, self.outputs)
+
+    def backward(self, gradients: Gradients) -> Gradients:
+        """Replay B or I, and return copies of the gradients of the inputs."""
+        for static, gradient in zip(self.output_gradients, gradients, strict=True):
+            if static is not None:
+                static.zero_() if gradient is None else static.copy_(gradient)
+        self._replay(self._backward_kind)
+        return tuple(None if each is None else each.clone() for each in self.input_gradients)
+
+    def backward_weight(self) -> None:
+        """Replay W."""
+        self._replay(Kind.W)
+
+    def disown(self) -> None:
+        """Give the memory back to the pool, whose next graphs will use it too.
+
+        Tensors stay where they are, and are valid until another graph of the pool is replayed.
+        """
+        device = self.inputs[0].device
+        for address, num_bytes in (self.saved | self.read_by_weights).items():
+            self.memory[address] = as_bytes(storage_at(address, num_bytes, device))
+        self.inputs = tuple(map(_unowned, self.inputs))
+        self.outputs = map_tensors(_unowned, self.outputs)
+        self.output_gradients = [
+            None if each is None else _unowned(each) for each in self.output_gradients
+        ]
+        self.input_gradients = [
+            None if each is None else _unowned(each) for each in self.input_gradients
+        ]
+
+    @property
+    def _backward_kind(self) -> Kind:
+        return Kind.I if self.way.is_split else Kind.B
+
+    def _replay(self, kind: Kind) -> None:
+        if kind in self._graphs:  # layers without gradients have only F
+            self._graphs[kind].replay()
+
+    def _capture_all(self, sample: Sequence[Tensor]) -> None:
+        way = self.way
+        modules = way.stage.modules
+        fixed = [*modules.parameters(), *modules.buffers(), *low_copies(modules)]
+        known = storage_addresses(fixed)
+        for_weights: list[Tensor] = []  # held, so that I writes nothing to their addresses
+
+        def save(tensor: Tensor) -> Tensor:
+            if not tensor._is_zerotensor() and address_of(tensor) not in known:
+                self.saved |= sizes_of([tensor])
+                if way.is_split:
+                    for_weights.append(tensor)
+            return tensor
+
+        with self._capturing(Kind.F), saved_tensors_hooks(save, lambda tensor: tensor):
+            self.inputs = tuple(torch.empty_like(tensor) for tensor in sample)
+            self.outputs = way.forward(self.inputs)
+        held = self.saved | sizes_of([*self.inputs, *tensors_in(self.outputs)])
+        self.num_bytes = sum(held.values())
+        flags = [
+            flag
+            for flag, tensor in zip(way.flags, tensors_in(self.outputs), strict=True)
+            if tensor.is_floating_point()
+        ]
+        self.output_gradients = [None] * len(flags)
+        if not any(flags):
+            return
+        with self._capturing(self._backward_kind):
+            self.output_gradients = [
+                torch.empty_like(output) if flag else None
+                for flag, output in zip(flags, _floating(self.outputs), strict=True)
+            ]
+            self.input_gradients = way.backward(self.output_gradients)
+        received = [each for each in self.output_gradients if each is not None]
+        made = [each for each in self.input_gradients if each is not None]
+        self.num_bytes += sum((sizes_of(received) | sizes_of(made)).values())
+        if way.deferred is not None:
+            kept = sizes_of(way.deferred.tensors())
+            self.read_by_weights = {where: kept[where] for where in kept.keys() - known}
+            for_weights.clear()
+            with self._capturing(Kind.W):
+                way.backward_weight()
+
+    @contextmanager
+    def _capturing(self, kind: Kind) -> Iterator[None]:
+        graph = torch.cuda.CUDAGraph()
+        stage = self.way.stage
+        poll, stage.poll = stage.poll, _nothing  # which may ask events
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        try:
+            yield
+        except RuntimeError as error:
+            with suppress(RuntimeError):  # which names no reason
+                graph.capture_end()
+            reason = str(error).splitlines()[0]
+            raise NotCapturedError(f"{kind} cannot be captured: {reason}") from error
+        finally:
+            stage.poll = poll
+        graph.capture_end()
+        self._graphs[kind] = graph
+
+
+def layouts_of(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
+    """Return what tensors must have in common to be the inputs of the same graphs."""
+    return tuple((each.shape, each.stride(), each.dtype) for each in tensors)
+
+
+def address_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def sizes_of(tensors: Iterable[Tensor]) -> Sizes:
+    """Return the bytes of the storages of tensors by address."""
+    return {address_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+def last_output(stage: WholeStage, values: Tensors) -> Any:
+    """Run the layers of a stage, and return what the last one returns."""
+    found: list[Any] = []
+
+    def keep(output: Any) -> Tensor:
+        found.append(output)
+        return next(tensors_in(output))
+
+    stage.run_layers(values, keep)
+    return found[0]
+
+
+def _nothing() -> None:
+    pass
+
+
+def _floating(outputs: Any) -> list[Tensor]:
+    return [tensor for tensor in tensors_in(outputs) if tensor.is_floating_point()]
+
+
+def _ramp(like: Tensor) -> Tensor:
+    """Return a gradient for a comparison; layers of a norm have none for equal values."""
+    ramp = torch.linspace(-1, 1, like.numel(), device=like.device)
+    return ramp.view(like.shape).to(like.dtype)
+
+
+def _unowned(tensor: Tensor) -> Tensor:
+    memory = tensor.untyped_storage()
+    storage = storage_at(memory.data_ptr(), memory.nbytes(), tensor.device)
+    where = int(tensor.storage_offset()), tensor.size(), tensor.stride()
+    return tensor_over(storage, tensor.dtype, *where)
+
+
+def _copies(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def _restore(tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+    for tensor, copy in zip(tensors, copies, strict=True):
+        tensor.data.copy_(copy)  # as kernels of norms do, which count no change of their statistics
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    if not other.is_floating_point():
+        return torch.equal(one, other)
+    wide = other.double()
+    difference = (one.double() - wide).abs().nan_to_num(nan=0.0, posinf=0.0)
+    is_alike = torch.equal(one.isfinite(), other.isfinite())
+    scale = wide.abs().nan_to_num(posinf=0.0).max() if wide.numel() else 0.0
+    tolerance = TOLERANCES.get(other.dtype, LOW_TOLERANCE)
+    return is_alike and (not wide.numel() or bool(difference.max() <= tolerance * scale))
