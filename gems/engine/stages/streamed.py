@@ -193,8 +193,9 @@ class StreamedStage(InStrips):
     def _alike(self, index: int) -> int:
         return index % self.form.strips
 
-    def _deferring_to(self, deferred: DeferredGradients | None) -> AbstractContextManager[None]:
-        return nullcontext()  # forward has passed it to the operations
+    def deferring_to(self, deferred: DeferredGradients | None) -> AbstractContextManager[None]:
+        """Defer nothing: forward has passed it to the operations."""
+        return nullcontext()
 
     def _backward(
         self, index: int, stash: Stash, gradients: Sequence[Tensor]
