@@ -16,6 +16,7 @@ from gems.autograd.random_draws import generators_of
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.streaming.buffers import Layout, Write, write_rows
 from gems.streaming.operations.kernels import Call, Rows
+from gems.streaming.operations.lower import draws_numbers
 from gems.streaming.operations.operation import (
     PARTS,
     ROWS,
@@ -100,6 +101,9 @@ class StripNetwork:
             weight
             for each in operations
             if each.info.kind == STATIC and (weight := changed_buffer(each.step))
+        }
+        self.drawing = {
+            number for number, each in enumerate(operations, num_inputs) if draws_numbers(each)
         }
         self.held = [self._held(strip) for strip in range(len(plan.strips))]
         self._wanted: dict[tuple[int, int], tuple[Span, ...]] = {}
@@ -391,7 +395,7 @@ class StripRun:
             kwargs,
             rows,
             operation.state,
-            _unseeded if self._mode.draws is None else partial(self._seeded, step),
+            partial(self._seeded, step) if number in network.drawing else _unseeded,
             self._mode.deferred,
             carried,
             self._mode.is_again,

@@ -190,13 +190,15 @@ SCHEDULES = {
     "gems_master": {},
     "bf16_mixed": {"train__precision": "bf16_mixed"},
     "fp16_mixed": {"train__precision": "fp16_mixed"},
+    "1f1b in strips": {"parallel__strips": 4, "model__norm": "ghost_batch"},
+    "gems_master in strips": {"parallel__strips": 2, "model__norm": "frozen_batch"},
 }
 
 
 @pytest.mark.parametrize("case", SCHEDULES)
 def test_a_training_has_the_bits_of_an_eager_one(case, caplog):
     more = SCHEDULES[case]
-    schedule = "1f1b" if more else case
+    schedule = "1f1b" if "mixed" in case else case.removesuffix(" in strips")
     eager = trained(schedule, False, **more)
     assert same(trained(schedule, True, **more), eager)
     assert launches() > 0

@@ -47,18 +47,21 @@ class Captures:
 
     def capture(self, way: Pass, sample: Sequence[Tensor], pool: Any) -> LayerGraphs | None:
         """Return the graphs of a forward and its backward, or None if there can be none."""
-        if self.is_refused:
-            return None
-        drawing = next(filter(self.is_drawing, way.stage.modules), None)
-        if drawing is not None:
-            kind = type(drawing).__name__
-            self.refuse(f"{kind} draws random numbers, from a seed of each micro-batch")
+        if not self.may_capture(way.stage.modules):
             return None
         try:
             return LayerGraphs.capture(way, sample, pool)
         except NotCapturedError as error:
             self.refuse(str(error))
             return None
+
+    def may_capture(self, layers: nn.ModuleList) -> bool:
+        """Return whether nothing is known that keeps these layers from being captured."""
+        drawing = next(filter(self.is_drawing, layers), None)
+        if drawing is not None:
+            kind = type(drawing).__name__
+            self.refuse(f"{kind} draws random numbers, from a seed of each micro-batch")
+        return not self.is_refused
 
     def refuse(self, reason: str) -> None:
         """Capture nothing from now on."""

@@ -157,29 +157,28 @@ class LayerGraphs:
             NotCapturedError: An action cannot be captured, or its replay differs.
         """
         modules = way.stage.modules
-        precisions = map(mixed_of, modules.modules())
-        made = cls(way, pool, _mixed=[each for each in precisions if each is not None])
+        made = cls(way, pool, _mixed=mixed_layers(way.stage))
         buffers = list(modules.buffers())
         gradients = [each.grad for each in modules.parameters() if each.grad is not None]
-        before = _copies([*buffers, *gradients])
+        before = copies([*buffers, *gradients])
 
         def play(layers: Pass | LayerGraphs) -> tuple[list[Tensor], list[Tensor]]:
             for gradient in gradients:
                 gradient.data.zero_()
             outputs = layers.forward([tensor.detach().clone() for tensor in sample])
-            forward = _copies([*tensors_in(outputs), *buffers])
+            forward = copies([*tensors_in(outputs), *buffers])
             found = layers.backward([_ramp(each) for each in _floating(outputs)])
             if way.is_split:
                 layers.backward_weight()
-            backward = _copies([*(each for each in found if each is not None), *gradients])
-            _restore([*buffers, *gradients], before)
+            backward = copies([*(each for each in found if each is not None), *gradients])
+            restore([*buffers, *gradients], before)
             return forward, backward
 
         eager = play(way)
         made._capture_all(sample)
         replayed = play(made)
         for name, mine, wanted in zip(("F", made._backward_kind), replayed, eager, strict=True):
-            if not all(map(_is_close, mine, wanted)):
+            if not all(map(is_close, mine, wanted)):
                 raise NotCapturedError(
                     f"the replay of {name} differs from the same action run eagerly"
                 )
@@ -259,7 +258,11 @@ class LayerGraphs:
                     for_weights.append(tensor)
             return tensor
 
-        with self._capturing(Kind.F), saved_tensors_hooks(save, lambda tensor: tensor):
+        stage, pool = way.stage, self.pool
+        with (
+            capturing(stage, pool, Kind.F) as self._graphs[Kind.F],
+            saved_tensors_hooks(save, lambda tensor: tensor),
+        ):
             self.inputs = tuple(torch.empty_like(tensor) for tensor in sample)
             self.outputs = way.forward(self.inputs)
         held = self.saved | sizes_of([*self.inputs, *tensors_in(self.outputs)])
@@ -272,7 +275,8 @@ class LayerGraphs:
         self.output_gradients = [None] * len(flags)
         if not any(flags):
             return
-        with self._capturing(self._backward_kind):
+        kind = self._backward_kind
+        with capturing(stage, pool, kind) as self._graphs[kind]:
             self.output_gradients = [
                 torch.empty_like(output) if flag else None
                 for flag, output in zip(flags, _floating(self.outputs), strict=True)
@@ -285,26 +289,30 @@ class LayerGraphs:
             kept = sizes_of(way.deferred.tensors())
             self.read_by_weights = {where: kept[where] for where in kept.keys() - known}
             for_weights.clear()
-            with self._capturing(Kind.W):
+            with capturing(stage, pool, Kind.W) as self._graphs[Kind.W]:
                 way.backward_weight()
 
-    @contextmanager
-    def _capturing(self, kind: Kind) -> Iterator[None]:
-        graph = torch.cuda.CUDAGraph()
-        stage = self.way.stage
-        poll, stage.poll = stage.poll, _nothing  # which may ask events
-        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-        try:
-            yield
-        except RuntimeError as error:
-            with suppress(RuntimeError):  # which names no reason
-                graph.capture_end()
-            reason = str(error).splitlines()[0]
-            raise NotCapturedError(f"{kind} cannot be captured: {reason}") from error
-        finally:
-            stage.poll = poll
-        graph.capture_end()
-        self._graphs[kind] = graph
+
+@contextmanager
+def capturing(stage: WholeStage, pool: Any, kind: Kind) -> Iterator[torch.cuda.CUDAGraph]:
+    """Capture what the block does for a stage as a graph, whose memory is in `pool`.
+
+    Raises:
+        NotCapturedError: It cannot be captured.
+    """
+    graph = torch.cuda.CUDAGraph()
+    poll, stage.poll = stage.poll, _nothing  # which may ask events
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        yield graph
+    except RuntimeError as error:
+        with suppress(RuntimeError):  # which names no reason
+            graph.capture_end()
+        reason = str(error).splitlines()[0]
+        raise NotCapturedError(f"{kind} cannot be captured: {reason}") from error
+    finally:
+        stage.poll = poll
+    graph.capture_end()
 
 
 def layouts_of(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
@@ -320,6 +328,12 @@ def address_of(tensor: Tensor) -> int:
 def sizes_of(tensors: Iterable[Tensor]) -> Sizes:
     """Return the bytes of the storages of tensors by address."""
     return {address_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+def mixed_layers(stage: WholeStage) -> list[Mixed]:
+    """Return the layers of a stage in mixed precision; their low copies are no part of a graph."""
+    found = map(mixed_of, stage.modules.modules())
+    return [each for each in found if each is not None]
 
 
 def last_output(stage: WholeStage, values: Tensors) -> Any:
@@ -355,16 +369,19 @@ def _unowned(tensor: Tensor) -> Tensor:
     return tensor_over(storage, tensor.dtype, *where)
 
 
-def _copies(tensors: Iterable[Tensor]) -> list[Tensor]:
+def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return copies of tensors."""
     return [tensor.detach().clone() for tensor in tensors]
 
 
-def _restore(tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+def restore(tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+    """Put the values of copies back."""
     for tensor, copy in zip(tensors, copies, strict=True):
         tensor.data.copy_(copy)  # as kernels of norms do, which count no change of their statistics
 
 
-def _is_close(one: Tensor, other: Tensor) -> bool:
+def is_close(one: Tensor, other: Tensor) -> bool:
+    """Return whether a replay gave what an eager run gave, up to rounding."""
     if not other.is_floating_point():
         return torch.equal(one, other)
     wide = other.double()

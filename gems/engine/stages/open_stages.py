@@ -13,11 +13,13 @@ from torch import nn
 from gems.autograd.compiled import check_compiler
 from gems.autograd.convolutions import ConvolutionWatch
 from gems.autograd.mixed import low_copies
+from gems.autograd.random_draws import draws_numbers
 from gems.engine.offload.activation_store import ActivationStore
 from gems.engine.offload.host_pool import HostPool, PinnedMemory
 from gems.engine.stage import SegmentKey, Stage, StageKey
 from gems.engine.stages.graphed import Captures, GraphedStage
 from gems.engine.stages.graphed_segment import GraphedSegment, SharedSlot
+from gems.engine.stages.graphed_strips import GraphedStrips
 from gems.engine.stages.stored import StoredSegment
 from gems.engine.stages.stored_strips import StoredStrips
 from gems.engine.stages.streamed import StreamedStage, StripLayers
@@ -126,7 +128,7 @@ def open_stages(
         if store is not None and not options.forms:
             segments = _cut(stage, key, options, store, slot)
         elif captures:
-            segments = [(name, GraphedStage(stage, _captures(key, options)))]
+            segments = [(name, _graphed(stage, _captures(key, options)))]
         for name, segment in segments:
             by_key[*key, name] = wrap_stage(segment, (*key, name), options.wrappers)
     if store is None:
@@ -170,6 +172,17 @@ def _open_stage(
     return WholeStage(layers, is_first, poll)
 
 
+def _graphed(stage: WholeStage, captures: Captures) -> Stage:
+    if isinstance(stage, StreamedStage):
+        # strips do not call the modules, so those that may draw have not run without drawing
+        return GraphedStrips(stage, replace(captures, is_drawing=_has_draws))
+    return GraphedStage(stage, captures)
+
+
+def _has_draws(layer: nn.Module) -> bool:
+    return any(map(draws_numbers, layer.modules()))
+
+
 def _captures(key: StageKey, options: StageOptions) -> Captures:
     name = f"stage {key[1]}" + (", upwards" if key[0] else "")
     return Captures(name, options.is_drawing)
@@ -182,7 +195,7 @@ def _may_capture(options: StageOptions) -> bool:
     plan = options.plan
     reasons = {
         "the device is no GPU": options.device.type != "cuda",
-        "layers run in strips": bool(options.forms),
+        "strips are moved or recomputed": bool(options.forms) and _needs_store(options.schedule),
         "recomputation is selective": plan is not None
         and any(each.choice is Choice.SELECTIVE for stage in plan.stages for each in stage),
         "what convolutions read is moved, and nothing else": plan is not None

@@ -57,7 +57,7 @@ class StoredStrips(Stored, StreamedStage):
         If it `is_run_again`, keep only its inputs and the tensors that were carried to it.
         """
         image, strip = self._image_of(index)
-        rows = self._rows_of(strip, inputs)
+        rows = self.rows_of(strip, inputs)
         key = self._key(index)
         self._store.begin(key, [*rows, *image.sample.static])
         self._store.activations.count_bytes(-image.left_bytes)

@@ -70,7 +70,7 @@ class InStrips(WholeStage):
         self._takes = BoundaryTensors(self.form.inputs, self.form.strips)
         self._gives = BoundaryTensors(self.form.outputs, self.form.strips)
 
-    def _rows_of(self, strip: int, inputs: Sequence[Tensor]) -> Tensors:
+    def rows_of(self, strip: int, inputs: Sequence[Tensor]) -> Tensors:
         """Return the inputs of a strip; on the first stage, its rows of the images."""
         if not self.is_first:
             return tuple(inputs)
@@ -111,7 +111,7 @@ class StreamedStage(InStrips):
         Return the tensors of the next boundary, detached.
         """
         image, strip = self._image_of(index)
-        inputs = self._rows_of(strip, inputs)
+        inputs = self.rows_of(strip, inputs)
         deferred = DeferredGradients() if is_split else None
         if len(self._brought_bytes) < self.form.strips:
             outputs = self._measure(image, strip, inputs, loss, deferred)
@@ -140,6 +140,12 @@ class StreamedStage(InStrips):
         """Drop all micro-batches in flight after a failed step."""
         super().reset()
         self._images.clear()
+
+    def forget_image(self, number: int) -> None:
+        """Drop a micro-batch whose backward will not run."""
+        self._images.pop(number, None)
+        for index in range(number * self.form.strips, (number + 1) * self.form.strips):
+            self._stash.pop(index, None)
 
     def _image_of(self, index: int) -> tuple[Image, int]:
         """Return the image of a strip that is about to run, and the number of the strip in it."""
@@ -284,7 +290,7 @@ class EvaluationInStrips(InStrips):
         strip = self._strip
         taken = storage_addresses(inputs)
         with torch.no_grad():
-            given = self._takes.given(self._rows_of(strip, inputs), strip, self.device)
+            given = self._takes.given(self.rows_of(strip, inputs), strip, self.device)
             outputs, carries = self.form.forward(strip, given, self._carries)
             self._carries = tuple(_alone(tensor, taken) for tensor in carries)
         self.poll()
