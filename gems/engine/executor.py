@@ -334,7 +334,7 @@ class Executor:
         start = self._recorder.timestamp()
         assert self._training is not None
         if action.kind is Kind.REDUCE_GRAD:
-            self._training.update.reduce(self._sums.losses)
+            self._training.update.reduce(self._sums)
         else:
             self._training.update.step()
         self._recorder.compute(action, start)

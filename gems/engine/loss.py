@@ -11,7 +11,7 @@ import copy
 import inspect
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -259,9 +259,9 @@ class SummedLoss:
                 self._own_weight(labels), dtype=torch.float64, device=labels.device
             )
         if self.loss.summed is None or self.is_sum:
-            return torch.tensor(float(len(labels)), dtype=torch.float64, device=labels.device)
+            return _scalar(len(labels), labels.device)
         if type(function) in _BY_ELEMENT and self.loss.reduction == "mean":
-            return torch.tensor(float(labels.numel()), dtype=torch.float64, device=labels.device)
+            return _scalar(labels.numel(), labels.device)
         if (
             isinstance(function, _BY_CLASS)
             and type(function) in _BY_CLASS
@@ -299,7 +299,8 @@ class SummedLoss:
         if loss.summed is not None:
             return loss.summed(loss.part(outputs), loss.known(labels))
         weight = self.weight(labels)
-        if not float(weight):  # there is no mean, so return a zero that keeps the graph
+        is_empty = not len(labels) if self._own_weight is None else not float(weight)
+        if is_empty:  # there is no mean, so return a zero that keeps the graph
             return (
                 torch.stack(
                     [tensor.sum() for tensor in tensors_in(outputs) if tensor.is_floating_point()]
@@ -423,13 +424,18 @@ class SummedLoss:
 
 def _class_weight(loss: nn.CrossEntropyLoss | nn.NLLLoss, labels: Tensor) -> Tensor:
     if labels.is_floating_point():  # shares of each class, (N, classes, ...)
-        return torch.tensor(
-            labels.numel() / labels.shape[1], dtype=torch.float64, device=labels.device
-        )
+        return _scalar(labels.numel() / labels.shape[1], labels.device)
     is_known = labels != loss.ignore_index
     if loss.weight is None:
         return is_known.sum().double()
-    return loss.weight.double()[labels[is_known]].sum()
+    # not labels[is_known]: a GPU would tell the host how many there are
+    weights = loss.weight.double().take(labels.masked_fill(~is_known, 0))
+    return weights.masked_fill(~is_known, 0).sum()
+
+
+def _scalar(value: float, device: torch.device) -> Tensor:
+    """Return a number on a device, which torch.tensor would copy while the host waits."""
+    return torch.full((), value, dtype=torch.float64, device=device)
 
 
 def _made_up(
@@ -463,6 +469,7 @@ class StepWeight:
         self._global_batch = global_batch
         self._transport = transport
         self.mine = 0.0  # weight of this rank's own labels
+        self._constant: dict[tuple[torch.Size, ...], float] = {}
 
     def __call__(self, labels: Mapping[int, Tensor]) -> float:
         """Return the divisor for the sums of a step, given this rank's labels by micro-batch.
@@ -473,7 +480,7 @@ class StepWeight:
         self.mine = 0.0
         if not labels:
             return 1.0
-        self.mine = float(torch.stack([self._loss.weight(each) for each in labels.values()]).sum())
+        self.mine = self._weigh(labels.values())
         if self._loss.is_sum:
             return 1.0
         if self._loss.is_constant:
@@ -482,3 +489,13 @@ class StepWeight:
         if self._transport is not None and self._transport.size > 1:
             self._transport.sum_in_place(total)
         return float(total[0])
+
+    def _weigh(self, labels: Collection[Tensor]) -> float:
+        """Return the weight of labels; the host waits for it unless their shapes alone tell it."""
+        shapes = tuple(each.shape for each in labels)
+        if shapes in self._constant:
+            return self._constant[shapes]
+        weight = float(torch.stack([self._loss.weight(each) for each in labels]).sum())
+        if self._loss.is_constant:
+            self._constant[shapes] = weight
+        return weight

@@ -141,9 +141,7 @@ class TrainingRun(SteppedRun):
         del batch
         if step == 0:  # later steps have it from the start
             recorder.optimizer.count_bytes(update.state_bytes())
-        recorder.synchronize()
-        end_ns = time.perf_counter_ns()
-        recorder.end_step()
+        end_ns = recorder.end_step()
         training = rank.training
         total = rank.connections.control.sum_to_first([loss_sum, training.step_weight.mine])
         self._add_samples(self._monitor.take())

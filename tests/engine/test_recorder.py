@@ -126,9 +126,13 @@ class FakeGpu:
     def __init__(self, monkeypatch) -> None:
         self.log: list[str] = []
         self.clock_ms = 0.0
+        self.is_idle = False
         gpu = self
 
         class Compute:
+            def query(self) -> bool:
+                return gpu.is_idle
+
             def synchronize(self) -> None:
                 gpu.log.append("stream synchronize")
 
@@ -173,6 +177,10 @@ def test_events_of_a_gpu_stand_on_the_host_s_clock(monkeypatch):
     assert forward["start_ns"] - base_ns == 1_500_000 and forward["end_ns"] - base_ns == 4_000_000
     assert (forward["device_bytes"], link["device_bytes"]) == (111, 222)
     assert link["start_ns"] == base_ns <= link["end_ns"]
+    gpu.log.clear()
+    gpu.is_idle = True
+    recorder.begin_step(1)
+    assert gpu.log == ["event"], "an idle device needs no wait"
 
 
 @pytest.mark.parametrize(("device", "count"), [(CPU, 0), (GPU, 1)], ids=["cpu", "cuda"])

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from gems.autograd.torch_internals import disable_current_modes
 from tests.fake_cuda.watch import APART
 
 _native: Any = None
@@ -121,7 +122,8 @@ class CUDAGraph:
     def replay(self) -> None:
         if self._number is None:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
-        _native.replay(self._number)
+        with disable_current_modes():  # a replay dispatches nothing
+            _native.replay(self._number)
 
     def reset(self) -> None:
         if self._number is not None:

@@ -8,13 +8,18 @@ from __future__ import annotations
 import mmap
 import subprocess
 import sys
-from itertools import groupby
+from itertools import chain, groupby
 
 import pytest
 import torch
 from torch import nn
 
+from gems.config.recipe import LossConfig, OptimizerConfig
+from gems.config.schema import DataConfig
+from gems.engine.loss import StepWeight, SummedLoss
 from gems.engine.offload.host_pool import HostPool, PinnedMemory
+from gems.engine.optimization.optimizer import build_optimizer
+from gems.engine.optimization.parameter_groups import NumberedLayer
 from gems.engine.transport import mpi
 from gems.engine.transport.mpi import Transport, world
 from gems.profile.profilers.layer_run import LayerCall
@@ -389,14 +394,54 @@ def test_waits_of_the_host_are_counted():
     event.synchronize()
     torch.cuda.synchronize()
     bool((made > 0).all())
-    waits = {name: number for name, number in native().counts().items() if name.startswith("wait")}
-    assert waits == {
+    assert waits() == {
         "wait: copy to the host": 2,
         "wait: item": 2,
         "wait: stream": 1,
         "wait: event": 1,
         "wait: device": 1,
     }
+
+
+def waits() -> dict[str, int]:
+    return {name: number for name, number in native().counts().items() if name.startswith("wait")}
+
+
+def test_the_weight_of_a_step_waits_once_if_it_depends_on_labels():
+    pixels = DataConfig(target="a.B", task="segmentation", height_px=6, width_px=5, num_classes=3)
+    weighted = LossConfig(kwargs={"weight": [1.0, 9.0, 0.25]})
+    labels = torch.arange(-1, 3).repeat(15).view(2, 6, 5).cuda()
+    for data, config, shape, given, later in (
+        (DataConfig(num_classes=3), LossConfig(), (2, 3), labels[:, 0, 1], {}),
+        (pixels, weighted, (2, 3, 6, 5), labels, {"wait: item": 1}),
+    ):
+        like = torch.empty(shape, device="meta")
+        loss = SummedLoss(config, data, torch.float32, labels.device, like)
+        step_weight = StepWeight(loss, 4)
+        first = step_weight({0: given, 1: given})
+        native().clear_counts()
+        assert step_weight({0: given, 1: given}) == first
+        assert waits() == later
+
+
+# beside one kernel for all parameters, the fake device counts the steps of each by a kernel
+@pytest.mark.parametrize(("name", "expected"), [("sgd", 1), ("adamw", 1 + 4)])
+def test_one_kernel_updates_all_parameters_unless_that_changes_results(name, expected):
+    def count(dtype: torch.dtype, **kwargs: object) -> int:
+        layers = [
+            NumberedLayer(place, str(place), nn.Linear(2, 2).to("cuda", dtype)) for place in (0, 1)
+        ]
+        optimizer = build_optimizer(OptimizerConfig(name, lr=0.1, kwargs=kwargs), layers, 2)
+        for parameter in chain.from_iterable(layer.module.parameters() for layer in layers):
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        native().clear_counts()
+        optimizer.step()
+        assert not waits()
+        return native().counts()["kernels"]
+
+    assert count(torch.float32) == count(torch.float64) == expected
+    assert count(torch.bfloat16) > expected and count(torch.float32, foreach=True) > expected
 
 
 def test_a_layer_is_timed_without_waiting_for_the_device_between_its_runs(monkeypatch):

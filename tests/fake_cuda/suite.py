@@ -149,17 +149,18 @@ def _run(part: Part) -> bool:
     return is_good
 
 
-def _pytest(part: Part, more: dict[str, str]) -> tuple[int, list[str]]:
+def environment() -> dict[str, str]:
+    """Return the environment of processes on the fake device."""
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environment = (
-        rank_environment(1)
-        | {
-            "GEMS_TEST_DEVICE": "fake_cuda",
-            "MPIR_CVAR_POLLS_BEFORE_YIELD": "10",
-            "PYTHONPATH": os.pathsep.join(paths),
-        }
-        | more
-    )
+    return rank_environment(1) | {
+        "GEMS_TEST_DEVICE": "fake_cuda",
+        "MPIR_CVAR_POLLS_BEFORE_YIELD": "10",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+
+
+def _pytest(part: Part, more: dict[str, str]) -> tuple[int, list[str]]:
+    variables = environment() | more
     argv = [
         sys.executable,
         "-m",
@@ -174,13 +175,13 @@ def _pytest(part: Part, more: dict[str, str]) -> tuple[int, list[str]]:
         lines: list[str] = []
         ended = run_ranks(
             mpiexec_argv(part.num_ranks, argv),
-            environment,
+            variables,
             Output(None, False, lines.append),
             LIMIT_S,
         )
         return ended.returncode, [line.rstrip() for line in lines]
     child = subprocess.run(
-        argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+        argv, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT_S
     )
     return child.returncode, (child.stdout + child.stderr).splitlines()
 

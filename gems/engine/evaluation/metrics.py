@@ -28,6 +28,7 @@ class LossSums:
     """
 
     losses: list[Tensor] = field(default_factory=list)
+    _total: float | None = None
 
     def add(self, loss: Tensor) -> Tensor:
         """Count the loss of a micro-batch, summed over its labels, and return it."""
@@ -43,7 +44,18 @@ class LossSums:
 
     def read(self) -> float:
         """Return the sum of all losses."""
-        return float(torch.stack(self.losses).double().sum()) if self.losses else 0.0
+        if self._total is None:
+            self.read_with()
+        assert self._total is not None
+        return self._total
+
+    def read_with(self, *scalars: Tensor) -> list[float]:
+        """Return scalars in float64; one wait for a GPU reads them and the sum of all losses."""
+        if self.losses:
+            scalars = (*scalars, torch.stack(self.losses).double().sum())
+        values: list[float] = torch.stack(scalars).tolist() if scalars else []
+        self._total = values.pop() if self.losses else 0.0
+        return values
 
 
 class Metric(ABC):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 
@@ -23,11 +22,16 @@ class GlobalNorm:
         self._control = control
         self._message = np.zeros(partitions + 1)
 
-    def agree(self, squared_norm: Callable[[], float], is_lost: bool) -> tuple[float, bool]:
+    @property
+    def counts_mine(self) -> bool:
+        """Return whether this rank is of the first replica, whose norms are summed."""
+        return self._control.rank < len(self._message) - 1
+
+    def agree(self, squared_norm: float, is_lost: bool) -> tuple[float, bool]:
         """Return the norm over all stages, and whether a loss of any rank is lost; collective."""
         self._message[:] = 0
-        if self._control.rank < len(self._message) - 1:
-            self._message[self._control.rank] = squared_norm()
+        if self.counts_mine:
+            self._message[self._control.rank] = squared_norm
         self._message[-1] = is_lost
         self._control.sum_in_place(self._message)
         return math.sqrt(self._message[:-1].sum()), bool(self._message[-1])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
+from gems.autograd.torch_internals import copy_all
 from gems.engine.optimization.gradient_sum import FlatSum
 from gems.engine.optimization.parameter_groups import trained
 from gems.engine.stage import StageKey
@@ -59,6 +61,9 @@ class Gradients:
         )
         self._flat = torch.zeros(end_of_message + num_seconds, dtype=dtype, device=device)
         self._packed = self._flat[num_gradients:end_of_message]
+        parts = torch.split(self._packed, [each[0].numel() for each in self._statistics])
+        groups = zip(parts, self._statistics, strict=True)
+        self._means = [part.view_as(tensor) for part, tensors in groups for tensor in tensors]
         # a second copy of a stage on the rank (the middle stage of an odd number) is added before
         # the message is sent
         self._seconds: list[tuple[Tensor, Tensor]] = []
@@ -96,16 +101,18 @@ class Gradients:
         """Clear all gradients for the next step."""
         self._flat.zero_()
 
-    def squared_norm(self) -> float:
+    def squared_norm(self) -> Tensor:
         """Return the squared norm of the gradients of this rank's stages in direction 0.
 
-        It is summed in float64 and in a fixed order.
+        It is a scalar on the device, summed in float64 and in a fixed order.
         """
         norms = [
             torch.linalg.vector_norm(self._of_stage[stage], dtype=torch.float64)
             for stage in self._counted
         ]
-        return float(torch.stack(norms).square().sum()) if norms else 0.0
+        if not norms:
+            return self._flat.new_zeros((), dtype=torch.float64)
+        return torch.stack(norms).square().sum()
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients by a factor."""
@@ -140,11 +147,12 @@ class Gradients:
         with torch.no_grad():
             num_ranks = self._transport.size
             means = [
-                (sum(tensors) / (len(tensors) * num_ranks)).reshape(-1)
+                sum(tensors) / len(tensors) if len(tensors) > 1 else tensors[0]
                 for tensors in self._statistics
             ]
             if means:
-                torch.cat(means, out=self._packed)
+                torch.cat([mean.reshape(-1) for mean in means], out=self._packed)
+                self._packed.div_(num_ranks)
         if num_ranks > 1:
             for each in self._started:
                 each.post()
@@ -153,13 +161,8 @@ class Gradients:
                 each.finish()
             self.poll()
             self._started.clear()
-        at = 0
         with torch.no_grad():
-            for tensors in self._statistics:
-                size = tensors[0].numel()
-                for tensor in tensors:
-                    tensor.copy_(self._packed[at : at + size].view_as(tensor))
-                at += size
+            copy_all(list(chain.from_iterable(self._statistics)), self._means)
         for first, second in self._seconds:
             second.copy_(first)
 

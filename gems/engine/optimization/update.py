@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
+from gems.autograd.torch_internals import copy_all
 from gems.config.schema import DataConfig, TrainConfig
 from gems.data import find_source, open_dataset
 from gems.engine.device import DTYPES
+from gems.engine.evaluation.metrics import LossSums
 from gems.engine.optimization.clipping import GlobalNorm, clip_factor
 from gems.engine.optimization.ema import WeightAverage
 from gems.engine.optimization.gradients import Gradients
@@ -72,8 +74,10 @@ class Update:
             self._on_nonfinite != IGNORE or self._max_norm is not None or self.scale is not None
         )
         self._norms = norms
-        self._buffers = list(buffers)
-        self._before: list[Tensor] = []
+        self._buffers: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in buffers:
+            self._buffers.setdefault(buffer.dtype, []).append(buffer)
+        self._before: dict[torch.dtype, list[Tensor]] = {}
         self._is_repeated = False
 
     @classmethod
@@ -122,19 +126,24 @@ class Update:
         if self.average is not None:
             self.average.values()
         if self._on_nonfinite == SKIP or self.scale is not None:
-            self._before = [buffer.clone() for buffer in self._buffers]
+            for dtype, buffers in self._buffers.items():
+                if dtype not in self._before:
+                    self._before[dtype] = [torch.empty_like(buffer) for buffer in buffers]
+                copy_all(self._before[dtype], buffers)
 
-    def reduce(self, losses: Collection[Tensor]) -> None:
+    def reduce(self, losses: LossSums) -> None:
         """Sum gradients over all copies and agree on their norm; collective.
 
-        `losses` are the losses of this rank.
+        The host waits once, for the norm and the losses of this rank together.
         """
         self.gradients.reduce()
         self.gradients.scale(1 / self.loss_scale)
         if not self._needs_message or self._is_repeated:
             return
-        is_lost = bool(losses) and not bool(torch.isfinite(torch.stack(list(losses))).all())
-        self.grad_norm, is_lost = self._norms.agree(self.gradients.squared_norm, is_lost)
+        norm = [self.gradients.squared_norm()] if self._norms.counts_mine else []
+        squared_norm = sum(losses.read_with(*norm))
+        is_lost = not math.isfinite(losses.read())
+        self.grad_norm, is_lost = self._norms.agree(squared_norm, is_lost)
         is_finite = math.isfinite(self.grad_norm)
         self._has_overflowed = (
             self.scale is not None and self.scale.can_shrink and not is_lost and not is_finite
@@ -147,8 +156,8 @@ class Update:
             return
         self.learning_rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
         if self._has_overflowed or (self.has_failed and self._on_nonfinite == SKIP):
-            for buffer, value in zip(self._buffers, self._before, strict=True):
-                buffer.copy_(value)
+            for dtype, buffers in self._buffers.items():
+                copy_all(buffers, self._before[dtype])
         elif not self.has_failed or self._on_nonfinite == IGNORE:
             if self._max_norm is not None:
                 self.gradients.scale(clip_factor(self.grad_norm, self._max_norm))
@@ -158,7 +167,6 @@ class Update:
         if self.scale is not None:
             self.scale.update(not self._has_overflowed)
         self.schedule.step()
-        self._before = []
 
     @property
     def loss_scale(self) -> float:

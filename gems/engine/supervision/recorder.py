@@ -117,8 +117,10 @@ class Recorder:
         """Set the step of the next events."""
         self.step = step
         if self._cuda is not None:
-            # the time of this stream is known after that; copies may go on
-            self._cuda.current_stream(self._device).synchronize()
+            # the time of an idle stream is known; copies may go on
+            stream = self._cuda.current_stream(self._device)
+            if not stream.query():
+                stream.synchronize()
             self._base = (self.timestamp(), time.perf_counter_ns())
 
     def synchronize(self) -> None:
@@ -174,13 +176,18 @@ class Recorder:
             place = (_CODES["INPUT"], stage, -1, direction, micro_batch, COMPUTE)
             self._part.add("events", (self._part.rank, step, *place, start_ns, end_ns, 0, *held))
 
-    def end_step(self) -> None:
-        """Write the events of the step that are not in the trace part yet."""
+    def end_step(self) -> int:
+        """Write the events of the step that are not in the trace part yet.
+
+        Return the host's time in nanoseconds at which the device had done all of them.
+        """
         self.synchronize()
+        end_ns = time.perf_counter_ns()
         spans = self._spans
         self._spans = []
         for action, stream, start, end, *counted in spans:
             self._write(action, stream, self._ns(start), self._ns(end), *counted)
+        return end_ns
 
     def _write(
         self, action: Action, stream: int, start_ns: int, end_ns: int, *counted: int
