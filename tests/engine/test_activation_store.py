@@ -191,22 +191,18 @@ def test_a_storage_of_two_segments_has_one_copy_that_comes_back_for_the_later_on
     output = first.detach().clone()
     table = bench.store._tables[PLACE]
     shared = table.find(first.untyped_storage())
-    assert (
-        shared is not None
-        and shared.buffer is not None
-        and not table.residency.is_on_device(shared.number)
-    )
+    assert shared is not None and shared.buffer is not None and not shared.is_on_device
     moved = bench.store.counters.offloaded_bytes
     assert moved == bench.store.counters.saved_bytes
     del first
     assert shared.memory() is None
     bench.copy("0.1PREFETCH0")
-    assert table.residency.is_on_device(shared.number)
+    assert shared.is_on_device
     product.backward()
     assert torch.allclose(start.grad, output.sum())
     second.sum().backward()
     bench.store.end_backward(PLACE, 1)
-    assert table.residency.is_on_device(shared.number), "the first segment has still to read it"
+    assert shared.is_on_device, "the first segment has still to read it"
     bench.copy("0.0PREFETCH0")
     assert bench.store.counters.prefetched_bytes == moved
     bench.store.end_backward(PLACE, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -51,9 +51,9 @@ class ActivationStore:
     Tensors are kept by direction, stage and micro-batch. The rules are those of
     `gems.memory.residency`: each storage is counted once and moved once in each direction, however
     many tensors share it. Parameters and buffers are never moved. Inputs of a stage are moved only
-    if the schedule recomputes and offloads the stage as one. Micro-batches that are never moved are
-    left to autograd once the first one has been measured: those with the same actions on a stage
-    count the same bytes.
+    if the schedule recomputes and offloads the stage as one. Micro-batches with the same actions on
+    a stage save, move and count the same: after the first one, what is never moved is left to
+    autograd, and the rules are not asked again.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ActivationStore:
         self._convolutions = convolutions
         self._tables: dict[MicroBatchKey, SavedTensorTable] = {}
         self._scripts = micro_batch_scripts(action for _, action in schedule.actions())
-        self._trails: dict[tuple[int, int, Script], Trail] = {}
+        self._trails: dict[tuple[int, int, Script], Trail | None] = {}  # None: it changes
         self._lock = threading.RLock()  # saved-tensor hooks run on autograd's threads too
 
     @property
@@ -125,14 +125,20 @@ class ActivationStore:
         """
         table = self._tables[key]
         save = partial(self._save, table, segment)
-        with nullcontext() if table.is_measured else saved_tensors_hooks(save, self.load):
+        hooks: AbstractContextManager[object] = nullcontext()
+        if table.begin_saves():
+            hooks = saved_tensors_hooks(save, self.load)
+        with hooks:
             yield save
+        table.end_saves()
         self._update_counter(table)
 
     def save(self, key: MicroBatchKey, segment: int, tensor: Tensor) -> SavedTensor:
         """Save a tensor for the recomputation of a segment, as if autograd had saved it."""
         table = self._tables[key]
-        saved = self._save(table, segment, tensor)
+        may_leave = table.begin_saves()
+        saved = self._save(table, segment, tensor) if may_leave else SavedTensor(tensor)
+        table.end_saves()
         self._update_counter(table)
         return saved
 
@@ -153,6 +159,10 @@ class ActivationStore:
     def record_outputs(self, key: MicroBatchKey, segment: int, outputs: Iterable[Tensor]) -> None:
         """Record the outputs of a segment, which stay in use for a while."""
         self._tables[key].record_outputs(segment, outputs)
+
+    def expect_change(self, key: MicroBatchKey) -> None:
+        """Do not take a micro-batch as the measure of later ones, which will save other tensors."""
+        self._tables[key].trail.is_complete = False
 
     def is_counted(self, key: MicroBatchKey, tensor: Tensor) -> bool:
         """Return whether a tensor's memory is counted already, as saved here or as an input."""
@@ -187,9 +197,7 @@ class ActivationStore:
         with self._lock:
             table, segment = self._table(action)
             self._free(table, segment)
-            copy = table.coming[segment] = self._copy_in(
-                table, table.select(table.residency.prefetch(segment))
-            )
+            copy = table.coming[segment] = self._copy_in(table, table.prefetch(segment))
             self._update_counter(table)
             self._recorder.span(action, COPY_IN, copy.start, copy.end, copy.num_bytes)
 
@@ -216,11 +224,13 @@ class ActivationStore:
         """End the backward of a segment; its weight gradients will still read `for_weights`."""
         with self._lock:
             table = self._tables[key]
-            for tensor in () if table.is_measured else for_weights:
-                if self._is_managed(table, tensor):
-                    table.for_weights.add(self._add(table, ~segment, tensor))
+            for tensor in for_weights if table.begin_saves() else ():
+                saved = self._save(table, ~segment, tensor)
+                if not table.is_measured and saved.storage is not None:
+                    table.for_weights.add(saved.storage)
                     table.open.add(~segment)
                     table.trail.deferred.add(~segment)
+            table.end_saves()
             self._end(key, segment)
 
     def end_weight_gradients(self, key: MicroBatchKey, segment: int) -> None:
@@ -262,28 +272,21 @@ class ActivationStore:
         )
 
     def _save(self, table: SavedTensorTable, segment: int, tensor: Tensor) -> SavedTensor:
+        if table.is_measured:
+            return table.save_again(tensor)
         with self._lock:
-            if table.is_measured or not self._is_managed(table, tensor):
-                return SavedTensor(tensor)
-            saved = self._add(table, segment, tensor)
-            has_left = saved.copied_version is not None
-            return saved.save(tensor, not has_left or table.residency.is_on_device(saved.number))
-
-    def _add(self, table: SavedTensorTable, segment: int, tensor: Tensor) -> SavedStorage:
-        memory = tensor.untyped_storage()
-        if table.input_bytes is None:
-            is_movable = memory.nbytes() >= self._min_offload_bytes and (
-                self._convolutions is None or self._convolutions.is_running
-            )
-        else:  # the inputs of a stage; the profile knows only their sum
-            is_movable = table.input_bytes >= self._min_offload_bytes
-        saved, is_new, is_held = table.save(tensor, memory, segment, is_movable)
-        if is_new:
-            self.counters.saved_bytes += saved.num_bytes
-            table.trail.saved_bytes += saved.num_bytes
-        elif is_held:
-            saved.rebuild(memory)
-        return saved
+            if not self._is_managed(table, tensor):
+                return table.save_unmanaged(tensor)
+            if table.input_bytes is None:
+                is_movable = tensor.untyped_storage().nbytes() >= self._min_offload_bytes and (
+                    self._convolutions is None or self._convolutions.is_running
+                )
+            else:  # the inputs of a stage; the profile knows only their sum
+                is_movable = table.input_bytes >= self._min_offload_bytes
+            before = table.trail.saved_bytes
+            saved = table.save(tensor, segment, is_movable)
+            self.counters.saved_bytes += table.trail.saved_bytes - before
+            return saved
 
     def _update_counter(self, table: SavedTensorTable) -> None:
         # once at the end of each method: changes inside a method are no peak
@@ -296,12 +299,16 @@ class ActivationStore:
         copy = table.leaving.pop(segment, None)
         if copy is not None:
             self._copier.wait(copy)
-            for saved in table.select(table.residency.free(segment)):
+            for saved in table.free(segment):
                 saved.drop_memory()
 
     def _copy_in(self, table: SavedTensorTable, storages: Sequence[SavedStorage]) -> Copy:
         """Post the copy of storages to new device memory, and rebuild their tensors over it."""
-        moved = [(saved, saved.buffer) for saved in storages if saved.buffer is not None]
+        moved = [
+            (saved, saved.buffer)
+            for saved in storages
+            if saved.buffer is not None and not saved.is_on_device
+        ]
         copy, made = self._copier.copy_in([(buffer, saved.num_bytes) for saved, buffer in moved])
         for (saved, _), memory in zip(moved, made, strict=True):
             saved.coming = copy
@@ -315,7 +322,7 @@ class ActivationStore:
         table = next((table for table in self._tables.values() if saved in table.storages), None)
         if table is None:
             raise RuntimeError("a backward reads what was saved in a step that has ended")
-        table.residency.fetch(saved.number)
+        table.fetch(saved)
         self._copy_in(table, [saved])
         self._update_counter(table)
         self.counters.num_misses += 1
@@ -333,10 +340,21 @@ class ActivationStore:
         self._update_counter(table)
         if not table.open:
             del self._tables[key]
-            script = self._scripts[key]
-            is_moved = any(kind is Kind.OFFLOAD for kind, _ in script)
-            if not is_moved and self._schedule.num_strips == 1:
-                self._trails[*key[:2], script] = table.trail
+            self._keep_trail(key, table)
+
+    def _keep_trail(self, key: MicroBatchKey, table: SavedTensorTable) -> None:
+        """Keep the trail of a micro-batch for the next ones, unless they may do otherwise."""
+        script = self._scripts[key]
+        where = (*key[:2], script)
+        # without a FREE, memory is free when a copy has ended
+        is_in_order = all(
+            (Kind.FREE, segment) in script for kind, segment in script if kind is Kind.OFFLOAD
+        )
+        if table.is_changed:
+            self._trails[where] = None
+        elif is_in_order and table.trail.is_complete and self._schedule.num_strips == 1:
+            table.trail.forget_unmoved()
+            self._trails.setdefault(where, table.trail)
 
     def _release_buffer(self, saved: SavedStorage) -> None:
         if saved.buffer is not None:

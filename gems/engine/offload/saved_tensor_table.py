@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -29,7 +30,7 @@ class SavedTensor:
         self.storage = storage
         # A detached tensor shares the version but not the graph, which would hold the very node
         # that saves it. Only these tensors own the memory, so it is freed with the last node.
-        self.tensor: Tensor | None = tensor.detach()
+        self.tensor: Tensor | None = tensor.detach() if tensor.requires_grad else tensor
         self.version = tensor._version
         self._layout: tuple[torch.dtype, int, torch.Size, tuple[int, ...]] | None = None
         self._was_changed = False
@@ -89,17 +90,19 @@ class SavedStorage:
         "coming",
         "copied_version",
         "is_fixed",
+        "is_on_device",
         "num_bytes",
         "number",
     )
 
-    def __init__(self, number: int, num_bytes: int) -> None:
+    def __init__(self, number: Key, num_bytes: int) -> None:
         self.number = number  # unique among the storages of the micro-batch
         self.num_bytes = num_bytes
         self.buffer: Tensor | None = None
         self.coming: Copy | None = None  # the copy back to the device
         self.copied_version: int | None = None
         self.is_fixed = False  # True if a tensor in it could not be rebuilt from its bytes
+        self.is_on_device = True
         self._tensors: list[weakref.ref[SavedTensor]] = []
         # A weak reference keeps the address from being reused while a tensor in flight may still
         # have the storage.
@@ -117,10 +120,10 @@ class SavedStorage:
             self._weak[address] = StorageWeakRef(memory)  # type: ignore[no-untyped-call]
         return address
 
-    def save(self, tensor: Tensor, is_on_device: bool) -> SavedTensor:
-        """Return the saved form of a tensor, without memory unless `is_on_device`."""
+    def save(self, tensor: Tensor) -> SavedTensor:
+        """Return the saved form of a tensor, without memory if the storage has left."""
         made = SavedTensor(tensor, self)
-        if not is_on_device:
+        if not self.is_on_device:
             made.drop_memory()
         self._tensors.append(weakref.ref(made))
         return made
@@ -144,27 +147,53 @@ class SavedStorage:
 
     def drop_memory(self) -> None:
         """Drop the device memory of all tensors in this storage."""
+        self.is_on_device = False
         for saved in self.tensors():
             saved.drop_memory()
 
     def rebuild(self, memory: UntypedStorage) -> None:
         """Recreate all tensors of this storage over memory with the same bytes."""
+        self.is_on_device = True
         for saved in self.tensors():
             saved.rebuild(memory)
 
 
+class Place(NamedTuple):
+    """The storage in which a tensor was saved; `is_back` if it had left until then."""
+
+    number: Key
+    num_bytes: int
+    is_back: bool
+
+
 @dataclass(slots=True)
 class Trail:
-    """What is counted of a micro-batch on a stage, in the order of its actions.
+    """What a micro-batch on a stage saves, moves and counts, in the order of its actions.
 
-    The bytes on the device at each count, the segments whose weight gradients read saved storages,
-    and which outputs of a segment are saved.
+    Attributes:
+        device_bytes: The bytes on the device at each count.
+        deferred: The segments whose weight gradients read saved storages.
+        outputs: The storages of the outputs of a segment, if they are saved.
+        moved: The storages that leave.
+        saves: The places of the tensors that are saved together; None for those that stay.
+        moves: The storages that each action copies, frees or forgets.
+        is_complete: Whether all that was done is here.
     """
 
     device_bytes: list[int] = field(default_factory=list)
     saved_bytes: int = 0
     deferred: set[int] = field(default_factory=set)
-    outputs: dict[int, list[bool]] = field(default_factory=dict)
+    outputs: dict[int, list[Key | None]] = field(default_factory=dict)
+    moved: set[Key] = field(default_factory=set)
+    saves: list[list[Place | None]] = field(default_factory=list)
+    moves: list[list[Key]] = field(default_factory=list)
+    is_complete: bool = True
+
+    def forget_unmoved(self) -> None:
+        """Forget the places of storages that stay; no place is left of tensors that all stay."""
+        for number, places in enumerate(self.saves):
+            left = [place if place and place.number in self.moved else None for place in places]
+            self.saves[number] = left if any(left) else []
 
 
 class SavedTensorTable:
@@ -172,8 +201,8 @@ class SavedTensorTable:
 
     `segments` are the segments of the stage; those in `offloaded` have an OFFLOAD action. `given`
     are the inputs of the stage, which are counted elsewhere. If the table `takes_inputs`, they are
-    saved here instead, like what the forward makes. With the `trail` of an equal micro-batch, of
-    which nothing was moved, the table `is_measured`: it counts the same and holds nothing.
+    saved here instead, like what the forward makes. With the `trail` of an equal micro-batch the
+    table `is_measured`: it counts and moves the same, and holds only storages that leave.
     """
 
     def __init__(
@@ -185,8 +214,12 @@ class SavedTensorTable:
         trail: Trail | None = None,
     ) -> None:
         self.is_measured = trail is not None
+        self.is_changed = False  # whether a tensor was saved that is not in the trail
         self.trail = trail or Trail()
         self._counts = iter(self.trail.device_bytes)
+        self._saves = iter(self.trail.saves)
+        self._moves = iter(self.trail.moves)
+        self._places: Iterator[Place | None] = iter(())
         self.residency = Residency(offloaded)
         self.counted_bytes = 0  # the part of the rank's total that this micro-batch made
         # segments whose backward has not ended; `~segment` stands for its weight gradients
@@ -198,7 +231,7 @@ class SavedTensorTable:
         self.given = set() if takes_inputs else storage_addresses(given)  # addresses
         self._storages: dict[Key, SavedStorage] = {}
         self._by_address: dict[int, SavedStorage] = {}
-        self._outputs: dict[int, set[int]] = {}
+        self._outputs: dict[int, set[Key]] = {}
         self._num_saved = 0
 
     @property
@@ -206,16 +239,10 @@ class SavedTensorTable:
         """Return all storages that are saved and still needed."""
         return list(self._storages.values())
 
-    def select(self, numbers: Iterable[Key]) -> list[SavedStorage]:
-        """Return storages by their numbers."""
-        return [self._storages[number] for number in numbers]
-
     def is_counted(self, memory: UntypedStorage) -> bool:
         """Return whether memory is counted, as saved on the device or as an input of the stage."""
         saved = self.find(memory)
-        is_saved = saved is not None and (
-            self.is_measured or self.residency.is_on_device(saved.number)
-        )
+        is_saved = saved is not None and saved.is_on_device
         return is_saved or memory.data_ptr() in self.given
 
     def count_device_bytes(self) -> None:
@@ -230,27 +257,72 @@ class SavedTensorTable:
         """Return the saved storage that is or was in `memory`, if there is one."""
         return self._by_address.get(memory._cdata)
 
-    def save(
-        self, tensor: Tensor, memory: UntypedStorage, segment: int, is_movable: bool
-    ) -> tuple[SavedStorage, bool, bool]:
-        """Record that a segment saves a tensor, and whether this use lets its memory be moved.
+    def begin_saves(self) -> bool:
+        """Begin to save tensors; return whether any of them may leave."""
+        if not self.is_measured:
+            self.trail.saves.append([])
+            return True
+        places = next(self._saves)
+        self._places = iter(places)
+        return bool(places)
 
-        Returns:
-            The storage, whether it is new, and whether its memory is held from now on but was not
-                before.
-        """
+    def end_saves(self) -> None:
+        """End what `begin_saves` began."""
+        self.is_changed |= next(self._places, None) is not None
+
+    def save(self, tensor: Tensor, segment: int, is_movable: bool) -> SavedTensor:
+        """Save a tensor for a segment; say whether this use lets its memory be moved."""
+        memory = tensor.untyped_storage()
         saved = self.find(memory)
         # a tensor that has changed since its copy needs a copy of its own
         is_new = saved is None or saved.copied_version not in (None, tensor._version)
         if saved is None or is_new:
-            saved = self._storages[self._num_saved] = SavedStorage(self._num_saved, memory.nbytes())
+            saved = self._add_storage(self._num_saved, memory)
             self._num_saved += 1
-            self.add_memory(saved, memory)
+            self.trail.saved_bytes += saved.num_bytes
         saved.is_fixed |= tensor.is_conj() or tensor.is_neg()
         is_held = self.residency.save(
             saved.number, saved.num_bytes, segment, is_movable and not saved.is_fixed
         )
-        return saved, is_new, is_held
+        is_back = is_held and not is_new
+        if is_back:
+            saved.rebuild(memory)
+        self.trail.saves[-1].append(Place(saved.number, saved.num_bytes, is_back))
+        return saved.save(tensor)
+
+    def save_unmanaged(self, tensor: Tensor) -> SavedTensor:
+        """Save a tensor that is counted elsewhere, and stays."""
+        self.trail.saves[-1].append(None)
+        return SavedTensor(tensor)
+
+    def save_again(self, tensor: Tensor) -> SavedTensor:
+        """Save a tensor as in the trail; one that is not there stays."""
+        place = next(self._places, None)
+        if place is not None:
+            memory = tensor.untyped_storage()
+            saved = self._find_again(place, tensor, memory)
+            if saved is not None:
+                if place.is_back:
+                    saved.rebuild(memory)
+                return saved.save(tensor)
+            self.is_changed = True
+        return SavedTensor(tensor)
+
+    def _find_again(
+        self, place: Place, tensor: Tensor, memory: UntypedStorage
+    ) -> SavedStorage | None:
+        saved = self._storages.get(place.number)
+        if saved is None:
+            is_alike = memory.nbytes() == place.num_bytes
+            is_fixed = tensor.is_conj() or tensor.is_neg()
+            return self._add_storage(place.number, memory) if is_alike and not is_fixed else None
+        has_changed = saved.copied_version not in (None, tensor._version)
+        return None if has_changed or self.find(memory) is not saved else saved
+
+    def _add_storage(self, number: Key, memory: UntypedStorage) -> SavedStorage:
+        saved = self._storages[number] = SavedStorage(number, memory.nbytes())
+        self.add_memory(saved, memory)
+        return saved
 
     def add_memory(self, saved: SavedStorage, memory: UntypedStorage) -> None:
         """Record the memory that a storage is in."""
@@ -262,17 +334,33 @@ class SavedTensorTable:
             return  # inputs that a stage passes on are sent, and counted there
         memories = [tensor.untyped_storage() for tensor in outputs]
         if self.is_measured:
-            for memory, is_saved in zip(memories, self.trail.outputs[segment], strict=True):
-                if is_saved:
-                    self.add_memory(SavedStorage(0, memory.nbytes()), memory)
+            for memory, number in zip(memories, self.trail.outputs[segment], strict=True):
+                if number is not None and number not in self.trail.moved:
+                    self.add_memory(SavedStorage(number, memory.nbytes()), memory)
             return
         found = [self.find(memory) for memory in memories]
-        self.trail.outputs[segment] = [saved is not None for saved in found]
-        self._outputs[segment] = {saved.number for saved in found if saved is not None}
+        numbers = self.trail.outputs[segment] = [saved and saved.number for saved in found]
+        self._outputs[segment] = {number for number in numbers if number is not None}
 
     def offload(self, segment: int) -> list[SavedStorage]:
         """Return the storages that the OFFLOAD of a segment copies."""
-        return self.select(self.residency.offload(segment, self._outputs.get(segment, set())))
+        outputs = self._outputs.get(segment, set())
+        storages = self._moved_by(lambda: self.residency.offload(segment, outputs))
+        self.trail.moved.update(saved.number for saved in storages)
+        return storages
+
+    def free(self, segment: int) -> list[SavedStorage]:
+        """Return the storages whose device memory is free after the copy of a segment."""
+        return self._moved_by(lambda: self.residency.free(segment))
+
+    def prefetch(self, segment: int) -> list[SavedStorage]:
+        """Return the storages that are copied back for the backward of a segment."""
+        return self._moved_by(lambda: self.residency.prefetch(segment))
+
+    def fetch(self, saved: SavedStorage) -> None:
+        """Record that a storage is copied back before its PREFETCH."""
+        self.trail.is_complete = False
+        self.residency.fetch(saved.number)
 
     def end_backward(self, segment: int) -> list[SavedStorage]:
         """Forget what nothing needs after the backward of a segment.
@@ -280,11 +368,27 @@ class SavedTensorTable:
         Return the storages whose buffers are free: the forgotten ones, and those on the device that
         only weight gradients will read.
         """
-        free = [self._storages.pop(number) for number in self.residency.done(segment)]
+        free = self._moved_by(lambda: self.residency.done(segment))
         for saved in free:
+            del self._storages[saved.number]
             for address in saved.addresses:
                 if self._by_address.get(address) is saved:
                     del self._by_address[address]
         self.open.discard(segment)
-        kept = (saved for saved in self.for_weights if saved.number in self._storages)
-        return free + [saved for saved in kept if not self.residency.states[saved.number].on_host]
+        states = self.residency.states
+        return free + self._moved_by(
+            lambda: [
+                saved.number
+                for saved in self.for_weights
+                if saved.number in states and not states[saved.number].on_host
+            ]
+        )
+
+    def _moved_by(self, rule: Callable[[], list[Key]]) -> list[SavedStorage]:
+        """Return the storages that a rule names, or named in the trail."""
+        if self.is_measured:
+            numbers = next(self._moves)
+        else:
+            numbers = rule()
+            self.trail.moves.append(numbers)
+        return [self._storages[number] for number in numbers if number in self._storages]

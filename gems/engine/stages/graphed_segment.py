@@ -130,7 +130,10 @@ class GraphedSegment(StoredSegment):
         """Run the layers by a replay, and put what they save into the store; see `StoredSegment`."""
         graphs = self._graphs_for(inputs, is_split)
         if graphs is None:
-            return super().forward(index, inputs, loss, is_split, is_run_again)
+            outputs = super().forward(index, inputs, loss, is_split, is_run_again)
+            if not self._captures.is_refused:
+                self._store.expect_change(self._key(index))
+            return outputs
         self._begin(index, inputs)
         self._slot.take()
         outputs = graphs.forward(inputs)
