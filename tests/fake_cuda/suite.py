@@ -94,7 +94,7 @@ PARTS = (
     _mpi("draws"),
     _mpi("zoo"),
     _mpi("strips", "mixed_precision_computes and (resnet or unet)"),
-    _mpi("strips", "trains_as_one and (frozen or ghost)", **GRAPHS),
+    _mpi("strips", "trains_as_one and (gems_master or 1f1b) and not (frozen or alexnet)", **GRAPHS),
     _mpi("placed"),
     _mpi("transport"),
     Part("commands", ("tests/fake_cuda/fake_commands.py",), num_ranks=1),
