@@ -31,7 +31,7 @@ from gems.errors import DoesNotFitError
 from gems.models.build import input_spec
 from gems.plan.evaluate import evaluate
 from scripts.bench import memory_rig
-from scripts.bench.memory_rig import PEERS, OneRank, PlainLoop, one_rank, why_not
+from scripts.bench.memory_rig import PEERS, WARM_UP_STEPS, OneRank, PlainLoop, one_rank, why_not
 from scripts.bench.rig import (
     GIB,
     MIB,
@@ -53,7 +53,16 @@ MAX_PX = 16384
 PARTS = ("bandwidth", "overhead", "largest", "peaks")
 CHILD_LIMIT_S = 560.0
 
-OURS = {"keep": "memory=keep", "plan": "memory=plan memory.target_reduction=0.5"}
+HALF = "memory=plan memory.target_reduction=0.5"
+GRAPHS = "train.cuda_graphs=true"
+OURS = {
+    "keep": "memory=keep",
+    "keep, graphs": f"memory=keep {GRAPHS}",
+    "recompute": "memory=recompute",
+    "recompute, graphs": f"memory=recompute {GRAPHS}",
+    "plan": HALF,
+    "plan, graphs": f"{HALF} {GRAPHS}",
+}
 POLICIES = ["keep", "vdnn_all", "vdnn_conv", "lms", "recompute", "plan"]
 DEVICE = "cuda"
 PROFILE = "profile=measured"
@@ -193,7 +202,8 @@ def compare_ways(model: str, side_px: int, rounds: int, rates: Rates) -> dict[st
     for way in (*OURS, *PEERS):
         try:
             running[way] = _build(way, model, side_px, rates)
-            running[way].step()
+            for _ in range(WARM_UP_STEPS):
+                running[way].step()
             ways[way] = {"held_bytes": _held_bytes(running[way])}
         except (torch.OutOfMemoryError, DoesNotFitError, ImportError) as error:
             running.pop(way, None)
@@ -256,10 +266,12 @@ def _line(error: Exception) -> str:
 
 
 def _held_bytes(made: OneRank | PlainLoop) -> int:
-    """Return the most that a step holds beyond what is there before it."""
+    """Return the most that a step holds beyond the static bytes; slots of CUDA graphs count."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
+    if isinstance(made, OneRank):
+        before = made.static_bytes()
     torch.cuda.reset_peak_memory_stats()
     made.step()
     torch.cuda.synchronize()

@@ -34,6 +34,7 @@ from gems.schedule.lower import lower
 from scripts.bench.rig import allocator_peaks, composed, square
 
 MIN_BYTES = 1024  # torchtune's min_offload_size
+WARM_UP_STEPS = 3  # after which CUDA graphs, if they are on, are captured and compared
 
 
 def one_rank(model: str, side_px: int, *words: str) -> RunSpec:
@@ -81,16 +82,17 @@ class OneRank:
         self._step += 1
 
     def peaks(self) -> dict[str, Any]:
-        """Run a step to warm up and return the most bytes of the next one.
+        """Run steps to warm up and return the most bytes of the next one.
 
         These are saved storages by the engine's count, what the allocator has given out and
         reserved, and host memory.
         """
-        self.step()
+        for _ in range(WARM_UP_STEPS):
+            self.step()
         activations = self.rank.train.activations
         store = self.rank.train.store
         activations.peak_bytes = 0
-        allocated, reserved = allocator_peaks(self.device, self._static_bytes(), self.step)
+        allocated, reserved = allocator_peaks(self.device, self.static_bytes(), self.step)
         return {
             "activation_bytes": activations.peak_bytes,
             "allocated_bytes": allocated,
@@ -98,7 +100,7 @@ class OneRank:
             "host_bytes": 0 if store is None else store.on_host.peak_bytes,
         }
 
-    def _static_bytes(self) -> int:
+    def static_bytes(self) -> int:
         """Return what is there before a step.
 
         Parameters, gradients, optimizer state, buffers and the batch.
