@@ -6,6 +6,7 @@ itself loads all of them, except for `mem_tracker` and SchemaCheckMode, which ta
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -48,6 +49,7 @@ __all__ = [
     "disable_current_modes",
     "dynamo_settings",
     "enable_python_dispatcher",
+    "end_capture_memory",
     "enter_autocast",
     "exit_autocast",
     "has_kernel",
@@ -125,6 +127,15 @@ def storage_of_weak(reference: int) -> UntypedStorage | None:
     """Return the storage of a weak pointer, or None. If it is gone: weakref.ref of the tensors."""
     storage: UntypedStorage | None = UntypedStorage._new_with_weak_ptr(reference)
     return storage
+
+
+def end_capture_memory(device: torch.device, pool: Any) -> None:
+    """Let the allocator leave the pool of a capture that failed, which torch's capture_end does not.
+
+    If it is gone: do nothing; memory that other streams have used is not reused then.
+    """
+    with suppress(RuntimeError):  # it has left
+        torch._C._cuda_endAllocateToPool(device.index, pool)
 
 
 def storage_at(address: int, num_bytes: int, device: torch.device) -> UntypedStorage:

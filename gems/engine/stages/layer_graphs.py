@@ -18,7 +18,7 @@ from gems.autograd.mixed import Mixed, low_copies, mixed_of
 from gems.autograd.outputs import map_tensors, tensors_in
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.storages import storage_addresses, tensor_over
-from gems.autograd.torch_internals import storage_at
+from gems.autograd.torch_internals import end_capture_memory, storage_at
 from gems.engine.offload.host_copies import as_bytes
 from gems.engine.stage import Loss, Tensors
 from gems.engine.stages.segment_input import SegmentInput
@@ -302,16 +302,21 @@ def capturing(stage: WholeStage, pool: Any, kind: Kind) -> Iterator[torch.cuda.C
     """
     graph = torch.cuda.CUDAGraph()
     poll, stage.poll = stage.poll, _nothing  # which may ask events
+    settings: Any = torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False  # a replay would fill what was copied in before it
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         yield graph
     except RuntimeError as error:
         with suppress(RuntimeError):  # which names no reason
             graph.capture_end()
+        end_capture_memory(torch.device("cuda", torch.cuda.current_device()), pool)
         reason = str(error).splitlines()[0]
         raise NotCapturedError(f"{kind} cannot be captured: {reason}") from error
     finally:
         stage.poll = poll
+        settings.fill_uninitialized_memory = fills
     graph.capture_end()
 
 
