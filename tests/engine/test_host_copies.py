@@ -6,36 +6,36 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gems.engine.offload.host_copies import CpuCopier, CudaCopier, as_bytes
+from gems.engine.offload.host_copies import CpuCopier, CudaCopier
 from gems.engine.offload.host_pool import HostPool, PinnedMemory
 
 SIZES = (12, 4096, 1)
 
 
-def storages(device: str) -> list[torch.UntypedStorage]:
+def tensors(device: str) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    rows = [
-        torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in SIZES
+    return [
+        torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).to(device)
+        for size in SIZES
     ]
-    return [row.to(device).untyped_storage() for row in rows]
 
 
 def test_on_a_processor_a_copy_is_over_when_it_is_posted():
     copies = CpuCopier()
-    made = storages("cpu")
-    buffers = [torch.zeros(size + 3, dtype=torch.uint8) for size in SIZES]
-    out = copies.copy_out(list(zip(made, buffers, strict=True)))
-    assert out.num_bytes == sum(SIZES) and copies.is_done(out) and out.start <= out.end
-    wanted = [as_bytes(storage).clone() for storage in made]
-    for storage in made:
-        as_bytes(storage).zero_()
-    back, again = copies.copy_in(list(zip(buffers, SIZES, strict=True)))
-    assert back.num_bytes == sum(SIZES) and not back.is_waited_for
+    made = [*tensors("cpu"), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)]
+    on_host = [torch.empty_like(tensor) for tensor in made]
+    out = copies.copy_out(list(zip(made, on_host, strict=True)))
+    assert out.num_bytes == sum(SIZES) + 480 and copies.is_done(out) and out.start <= out.end
+    wanted = [tensor.clone() for tensor in made]
+    for tensor in made:
+        tensor.zero_()
+    back, again = copies.copy_in(on_host)
+    assert back.num_bytes == out.num_bytes and not back.is_waited_for
     copies.wait(back)
     assert back.is_waited_for
-    assert [storage.nbytes() for storage in again] == list(SIZES)
-    assert all(torch.equal(as_bytes(got), want) for got, want in zip(again, wanted, strict=True))
-    assert not {s.data_ptr() for s in again} & {b.data_ptr() for b in buffers}, "the arenas are two"
+    for got, want, kept in zip(again, wanted, on_host, strict=True):
+        assert torch.equal(got, want) and got.stride() == want.stride() and got._version == 0
+        assert got.data_ptr() != kept.data_ptr(), "the arenas are two"
 
 
 class OnStreams(TorchDispatchMode):
@@ -60,10 +60,10 @@ def test_on_a_gpu_the_streams_of_copies_do_nothing_else():
     """torch's sanitizer takes `set_` for a write, and so for a race."""
     pool = HostPool(PinnedMemory("rank 0"), "rank 0")
     copies = CudaCopier(torch.device("cuda", 0))
-    pairs = [(storage, pool.borrow(storage.nbytes())) for storage in storages("cuda")]
+    pairs = [(tensor, pool.borrow(tensor.nbytes)) for tensor in tensors("cuda")]
     with OnStreams() as ran:
         copies.wait(copies.copy_out(pairs))
-        copies.copy_in([(buffer, buffer.nbytes) for _, buffer in pairs])
+        copies.copy_in([buffer for _, buffer in pairs])
     assert ran.names == {"copy_"}
     copies.synchronize()
 
@@ -75,18 +75,17 @@ def test_on_a_gpu_memory_is_held_until_compute_waits():
     pool = HostPool(PinnedMemory("rank 0"), "rank 0")
     tensor = torch.randn(1 << 22, device=device)
     wanted = tensor.clone()
-    memory = tensor.untyped_storage()
-    buffer = pool.borrow(memory.nbytes())
-    out = copies.copy_out([(memory, buffer)])
+    buffer = pool.borrow(tensor.nbytes)
+    on_host = buffer.view(tensor.dtype)
+    out = copies.copy_out([(tensor, on_host)])
     assert out.memory
     copies.wait(out)
     assert not out.memory and out.is_waited_for
-    del tensor, memory
+    del tensor
     torch.full((1 << 22,), 3.0, device=device)  # takes the memory that was just freed
-    back, (again,) = copies.copy_in([(buffer, wanted.nbytes)])
+    back, (again,) = copies.copy_in([on_host])
     copies.wait(back)
-    got = torch.empty(0, device=device).set_(again, 0, (1 << 22,), (1,))
-    assert torch.equal(got, wanted)
+    assert torch.equal(again, wanted) and again._version == 0
     copies.synchronize()
     assert copies.is_done(back) and back.start.elapsed_time(back.end) > 0
     pool.release(buffer)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from gems.autograd.convolutions import ConvolutionWatch
-from gems.autograd.storages import storage_addresses
+from gems.autograd.storages import storage_addresses, tensor_over
 from gems.engine.offload.host_copies import Copy, CpuCopier, CudaCopier
 from gems.engine.offload.host_pool import HostPool
 from gems.engine.offload.saved_tensor_table import (
@@ -175,12 +175,15 @@ class ActivationStore:
             table, segment = self._table(action)
             pairs = []
             for saved in table.offload(segment):
-                memory = saved.memory()
-                if memory is not None:
+                source = saved.source()
+                if source is not None:
                     saved.buffer = self._pool.borrow(saved.num_bytes)
                     self.on_host.count_bytes(saved.num_bytes)
-                    saved.record_copied_version()
-                    pairs.append((memory, saved.buffer))
+                    memory = saved.buffer.untyped_storage()
+                    saved.on_host = tensor_over(
+                        memory, source.dtype, 0, source.size(), source.stride()
+                    )
+                    pairs.append((source, saved.on_host))
             copy = table.leaving[segment] = self._copier.copy_out(pairs)
             self.counters.offloaded_bytes += copy.num_bytes
             self._recorder.span(action, COPY_OUT, copy.start, copy.end, copy.num_bytes)
@@ -305,14 +308,15 @@ class ActivationStore:
     def _copy_in(self, table: SavedTensorTable, storages: Sequence[SavedStorage]) -> Copy:
         """Post the copy of storages to new device memory, and rebuild their tensors over it."""
         moved = [
-            (saved, saved.buffer)
+            (saved, saved.on_host)
             for saved in storages
-            if saved.buffer is not None and not saved.is_on_device
+            if saved.on_host is not None and not saved.is_on_device
         ]
-        copy, made = self._copier.copy_in([(buffer, saved.num_bytes) for saved, buffer in moved])
-        for (saved, _), memory in zip(moved, made, strict=True):
+        copy, made = self._copier.copy_in([on_host for _, on_host in moved])
+        for (saved, _), tensor in zip(moved, made, strict=True):
+            memory = tensor.untyped_storage()
             saved.coming = copy
-            saved.rebuild(memory)
+            saved.rebuild(memory, tensor)
             table.add_memory(saved, memory)
         self.counters.prefetched_bytes += copy.num_bytes
         return copy
@@ -361,4 +365,4 @@ class ActivationStore:
             self._wait_for_copy_in(saved)
             self._pool.release(saved.buffer)
             self.on_host.count_bytes(-saved.num_bytes)
-            saved.buffer = None
+            saved.buffer = saved.on_host = None

@@ -15,7 +15,7 @@ from gems.autograd.storages import tensor_over
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """A posted copy of one or more storages in one direction.
+    """A posted copy of one or more tensors in one direction.
 
     `start` and `end` are timestamps on its stream (nanoseconds on a CPU, events on a GPU).
     """
@@ -25,24 +25,24 @@ class Copy:
     num_bytes: int
     # Device memory that it reads or writes; must not be used otherwise until the compute stream has
     # waited for it.
-    memory: tuple[UntypedStorage, ...] = ()
+    memory: tuple[Tensor, ...] = ()
     is_waited_for: bool = False
 
 
 class CpuCopier:
     """Copies at once to other memory of the process, which stands for the host's."""
 
-    def copy_out(self, pairs: Sequence[tuple[UntypedStorage, Tensor]]) -> Copy:
-        """Copy storages out of the device to host buffers."""
+    def copy_out(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Copy:
+        """Copy tensors of the device to others on the host."""
         start = time.perf_counter_ns()
-        for storage, buffer in pairs:
-            _part(buffer, storage.nbytes()).copy_(as_bytes(storage))
-        return Copy(start, time.perf_counter_ns(), _num_bytes(storage for storage, _ in pairs))
+        for tensor, on_host in pairs:
+            on_host.copy_(tensor)
+        return Copy(start, time.perf_counter_ns(), _num_bytes(on_host for _, on_host in pairs))
 
-    def copy_in(self, pairs: Sequence[tuple[Tensor, int]]) -> tuple[Copy, list[UntypedStorage]]:
-        """Copy the buffers' first bytes to new storages on the device."""
+    def copy_in(self, on_host: Sequence[Tensor]) -> tuple[Copy, list[Tensor]]:
+        """Copy tensors of the host to new ones of version 0 on the device."""
         start = time.perf_counter_ns()
-        made = [_part(*pair).clone().untyped_storage() for pair in pairs]
+        made = [tensor.clone() for tensor in on_host]
         return Copy(start, time.perf_counter_ns(), _num_bytes(made)), made
 
     def wait(self, copy: Copy) -> None:
@@ -69,38 +69,32 @@ class CudaCopier:
         self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._in = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
-    def copy_out(self, pairs: Sequence[tuple[UntypedStorage, Tensor]]) -> Copy:
-        """Post copies of storages to pinned buffers, after the compute that was posted before."""
-        # torch's sanitizer takes making a view for a write, which on the copies' stream would race
-        # with compute
-        views = [as_bytes(storage) for storage, _ in pairs]
+    def copy_out(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Copy:
+        """Post copies of tensors to pinned ones, after the compute that was posted before."""
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         start = self._event()
         end = self._event()
         start.record(self._out)
         with torch.cuda.stream(self._out):
-            for view, (_, buffer) in zip(views, pairs, strict=True):
-                _part(buffer, view.numel()).copy_(view, non_blocking=True)
+            for tensor, on_host in pairs:
+                on_host.copy_(tensor, non_blocking=True)
         end.record(self._out)
-        memory = tuple(storage for storage, _ in pairs)
+        memory = tuple(tensor for tensor, _ in pairs)
         return Copy(start, end, _num_bytes(memory), memory)
 
-    def copy_in(self, pairs: Sequence[tuple[Tensor, int]]) -> tuple[Copy, list[UntypedStorage]]:
-        """Allocate storages on the device and post copies of the pinned buffers to them."""
-        fresh = [
-            torch.empty(num_bytes, dtype=torch.uint8, device=self._device) for _, num_bytes in pairs
-        ]
+    def copy_in(self, on_host: Sequence[Tensor]) -> tuple[Copy, list[Tensor]]:
+        """Allocate tensors of version 0 on the device and post copies of pinned ones to them."""
+        fresh = [torch.empty_like(tensor, device=self._device) for tensor in on_host]
         # the new memory may have been another tensor's, which compute posted before still reads
         self._in.wait_stream(torch.cuda.current_stream(self._device))
         start = self._event()
         end = self._event()
         start.record(self._in)
         with torch.cuda.stream(self._in):
-            for tensor, pair in zip(fresh, pairs, strict=True):
-                tensor.copy_(_part(*pair), non_blocking=True)
+            for tensor, source in zip(fresh, on_host, strict=True):
+                tensor.copy_(source, non_blocking=True)
         end.record(self._in)
-        made = [tensor.untyped_storage() for tensor in fresh]
-        return Copy(start, end, _num_bytes(made), tuple(made)), made
+        return Copy(start, end, _num_bytes(fresh), tuple(fresh)), [each.data for each in fresh]
 
     def wait(self, copy: Copy) -> None:
         """Make compute that is posted from now on wait for the copy; the host does not wait."""
@@ -126,9 +120,5 @@ def as_bytes(storage: UntypedStorage) -> Tensor:
     return tensor_over(storage, torch.uint8, 0, (storage.nbytes(),), (1,))
 
 
-def _part(buffer: Tensor, num_bytes: int) -> Tensor:
-    return buffer if buffer.nbytes == num_bytes else buffer[:num_bytes]
-
-
-def _num_bytes(storages: Iterable[UntypedStorage]) -> int:
-    return sum(storage.nbytes() for storage in storages)
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

@@ -13,8 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gems.autograd.storages import check_unchanged, storage_addresses, tensor_over
 from gems.autograd.torch_internals import storage_of_weak
-from gems.engine.offload.host_copies import Copy
+from gems.engine.offload.host_copies import Copy, as_bytes
 from gems.memory.residency import Key, Residency
+
+Layout = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]  # second: the offset
 
 
 class SavedTensor:
@@ -32,7 +34,7 @@ class SavedTensor:
         # that saves it. Only these tensors own the memory, so it is freed with the last node.
         self.tensor: Tensor | None = tensor.detach() if tensor.requires_grad else tensor
         self.version = tensor._version
-        self._layout: tuple[torch.dtype, int, torch.Size, tuple[int, ...]] | None = None
+        self._layout: Layout | None = None
         self._was_changed = False
 
     @property
@@ -42,28 +44,35 @@ class SavedTensor:
             self.tensor is not None and self.tensor._version != self.version
         )
 
+    @property
+    def layout(self) -> Layout:
+        """Return how the tensor lies in its storage."""
+        if self._layout is None:
+            assert self.tensor is not None
+            self._layout = _layout_of(self.tensor)
+        return self._layout
+
+    def is_same(self, tensor: Tensor) -> bool:
+        """Return whether a tensor of the same storage equals this one, which is on the device."""
+        return (
+            self.tensor is not None
+            and self.version == tensor._version
+            and self.layout == _layout_of(tensor)
+        )
+
     def drop_memory(self) -> None:
         """Drop the device memory, and remember whether the tensor was changed before."""
         if self.tensor is not None:
             self._was_changed = self.is_changed
-            tensor = self.tensor
+            assert self.layout
             self.tensor = None
-            self._layout = (
-                tensor.dtype,
-                int(tensor.storage_offset()),
-                tensor.size(),
-                tensor.stride(),
-            )
 
-    def rebuild(self, storage: UntypedStorage) -> None:
-        """Recreate the tensor over a storage with the same bytes."""
-        if self.tensor is None:
-            assert self._layout is not None
-            made = tensor_over(storage, *self._layout)
-            # split layers record versions themselves, and expect the same version again
-            for _ in range(self.version):
-                torch.autograd.graph.increment_version(made)
-            self.tensor = made
+    def rebuild(self, made: Tensor) -> None:
+        """Take a tensor of version 0 with the same layout and bytes."""
+        # split layers record versions themselves, and expect the same version again
+        for _ in range(self.version):
+            torch.autograd.graph.increment_version(made)
+        self.tensor = made
 
     def read(self) -> Tensor:
         """Return the tensor, which must be on the device.
@@ -80,10 +89,18 @@ class SavedTensor:
         return check_unchanged(self.tensor, self.version, "forward")
 
 
+def _layout_of(tensor: Tensor) -> Layout:
+    return tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
+
+
 class SavedStorage:
-    """One version of a storage that a micro-batch has saved, with its host copy in `buffer`."""
+    """One version of a storage that a micro-batch has saved.
+
+    Its copy on the host is `on_host`, a tensor in `buffer`.
+    """
 
     __slots__ = (
+        "_copied_layout",
         "_tensors",
         "_weak",
         "buffer",
@@ -93,16 +110,19 @@ class SavedStorage:
         "is_on_device",
         "num_bytes",
         "number",
+        "on_host",
     )
 
     def __init__(self, number: Key, num_bytes: int) -> None:
         self.number = number  # unique among the storages of the micro-batch
         self.num_bytes = num_bytes
         self.buffer: Tensor | None = None
+        self.on_host: Tensor | None = None
         self.coming: Copy | None = None  # the copy back to the device
         self.copied_version: int | None = None
         self.is_fixed = False  # True if a tensor in it could not be rebuilt from its bytes
         self.is_on_device = True
+        self._copied_layout: Layout | None = None  # of the saved tensor that `on_host` is a copy of
         self._tensors: list[weakref.ref[SavedTensor]] = []
         # A weak reference keeps the address from being reused while a tensor in flight may still
         # have the storage.
@@ -122,6 +142,9 @@ class SavedStorage:
 
     def save(self, tensor: Tensor) -> SavedTensor:
         """Return the saved form of a tensor, without memory if the storage has left."""
+        last = self._tensors[-1]() if self._tensors else None
+        if last is not None and last.is_same(tensor):
+            return last
         made = SavedTensor(tensor, self)
         if not self.is_on_device:
             made.drop_memory()
@@ -140,10 +163,18 @@ class SavedStorage:
         alive = (storage_of_weak(weak.cdata) for weak in self._weak.values())
         return next((memory for memory in alive if memory is not None), None)
 
-    def record_copied_version(self) -> None:
-        """Record the version that is copied to host memory."""
-        versions = [saved.tensor._version for saved in self.tensors() if saved.tensor is not None]
-        self.copied_version = max(versions, default=-1)
+    def source(self) -> Tensor | None:
+        """Return a tensor of all bytes on the device, or None if they are gone, and record it."""
+        alive = [(saved, saved.tensor) for saved in self.tensors() if saved.tensor is not None]
+        self.copied_version = max((tensor._version for _, tensor in alive), default=-1)
+        for saved, tensor in alive:
+            if tensor.nbytes == self.num_bytes and (
+                tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
+            ):
+                self._copied_layout = saved.layout
+                return tensor
+        memory = self.memory()
+        return None if memory is None else as_bytes(memory)
 
     def drop_memory(self) -> None:
         """Drop the device memory of all tensors in this storage."""
@@ -151,11 +182,15 @@ class SavedStorage:
         for saved in self.tensors():
             saved.drop_memory()
 
-    def rebuild(self, memory: UntypedStorage) -> None:
-        """Recreate all tensors of this storage over memory with the same bytes."""
+    def rebuild(self, memory: UntypedStorage, copied: Tensor | None = None) -> None:
+        """Recreate all tensors over memory with the same bytes, which `copied` has too."""
         self.is_on_device = True
         for saved in self.tensors():
-            saved.rebuild(memory)
+            if saved.tensor is None:
+                if copied is not None and saved.layout is self._copied_layout:
+                    saved.rebuild(copied)
+                else:
+                    saved.rebuild(tensor_over(memory, *saved.layout))
 
 
 class Place(NamedTuple):
