@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gems.memory.slots import StageKey, assign_slots
 from gems.profile import ModelProfile
 from gems.profile.spans import RankCosts, Spans, Table
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RANK_KINDS, Action, Kind
@@ -24,7 +25,6 @@ _I = Kind.I
 _W = Kind.W
 _STEP = Kind.STEP
 _PREFETCH = Kind.PREFETCH
-StageKey = tuple[int, int]  # (direction, stage)
 Where = tuple[int, int] | EllipsisType  # one entry of a table, or all of it
 # a buffer such as a running mean is in the layer, and in the message that averages it
 MESSAGE_COPIES = 2
@@ -98,11 +98,23 @@ class HeldCounts(NamedTuple):
     outputs: int = 0  # given to a send that may not have left before the next action ends
     input_gradients: int = 0  # likewise
     images: int = 0  # of the whole step
+    slots: int = 0  # of CUDA graphs, for the whole step
+    split_slots: int = 0  # those of a split backward
 
 
 # the tables of `Spans` with the bytes of each field of HeldCounts, and with the transients of each
 # kind of action
-TABLES = ("stash", "held_for_weights", "given", "given_back", "handed_on", "handed_back", "given")
+TABLES = (
+    "stash",
+    "held_for_weights",
+    "given",
+    "given_back",
+    "handed_on",
+    "handed_back",
+    "given",
+    "slot_pool",
+    "split_slot_pool",
+)
 _TRANSIENTS = {
     Kind.F: "forward_peak",
     Kind.R: "forward_peak",
@@ -121,8 +133,10 @@ _TRANSFERRED = {
 Counts = dict[StageKey, dict[str, int]]  # the fields of HeldCounts by stage
 
 
-def boundary_tensors(schedule: Schedule, rank: int) -> tuple[Counts, Iterator[tuple[Action, bool]]]:
-    """Return counts of boundary tensors and images, and the actions that change them.
+def boundary_tensors(
+    schedule: Schedule, rank: int, has_slots: bool = False
+) -> tuple[Counts, Iterator[tuple[Action, bool]]]:
+    """Return counts of boundary tensors, images and slots, and the actions that change them.
 
     A compute action comes twice, while it runs (False) and after it has run (True); other actions
     come once (True). For a stage in segments, the first segment reads the stage's inputs and makes
@@ -134,10 +148,16 @@ def boundary_tensors(schedule: Schedule, rank: int) -> tuple[Counts, Iterator[tu
     directions = list(schedule.whole_directions().values())
     for (direction, stage), mine in counts.items():
         mine["images"] = directions.count(direction) if stage == 0 else 0
-    return counts, _count_boundary(schedule, rank, counts)
+    if has_slots:
+        name = "split_slots" if schedule.has_split_backward else "slots"
+        for key, number in assign_slots(schedule, rank).counts.items():
+            counts[key][name] = number
+    return counts, _count_boundary(schedule, rank, counts, has_slots)
 
 
-def _count_boundary(schedule: Schedule, rank: int, counts: Counts) -> Iterator[tuple[Action, bool]]:
+def _count_boundary(
+    schedule: Schedule, rank: int, counts: Counts, has_slots: bool
+) -> Iterator[tuple[Action, bool]]:
     for action in schedule.rank_schedules[rank]:
         kind, stage, _, direction, segment = action
         is_compute = kind in COMPUTE_KINDS
@@ -147,10 +167,11 @@ def _count_boundary(schedule: Schedule, rank: int, counts: Counts) -> Iterator[t
         elif is_compute:
             is_at_end = segment == schedule.last_segment(stage)
             has_next = stage < schedule.num_stages - 1
-            if is_backward and is_at_end:
-                # they are among the tensors that the backward needs
-                counts[direction, stage]["gradients"] -= has_next
+            is_given = is_backward and is_at_end and has_next
+            # without slots, into which they are copied, they are among what the backward needs
+            counts[direction, stage]["gradients"] -= is_given and not has_slots
             yield action, False
+            counts[direction, stage]["gradients"] -= is_given and has_slots
         if is_compute or kind in RANK_KINDS:
             for each in counts.values():  # all that was sent before is gone
                 each["outputs"] = each["input_gradients"] = 0
@@ -190,10 +211,11 @@ class Snapshot:
         )
 
 
-def peak_snapshots(schedule: Schedule, rank: int) -> tuple[Snapshot, ...]:
+def peak_snapshots(schedule: Schedule, rank: int, has_slots: bool = False) -> tuple[Snapshot, ...]:
     """Return the snapshots of a rank's lowered schedule that may be its peak: none covers another.
 
-    Bytes that a copy moves to host memory count as freed when the copy is posted.
+    Bytes that a copy moves to host memory count as freed when the copy is posted. If a rank
+    `has_slots` for CUDA graphs, they hold all that an action needs.
     """
     ones = (1.0,) * schedule.num_stages
     zeros = (0.0,) * schedule.num_stages
@@ -201,7 +223,7 @@ def peak_snapshots(schedule: Schedule, rank: int) -> tuple[Snapshot, ...]:
     ledger = Ledger(
         schedule, StageCosts(zeros, zeros, zeros, ones, held_for_weights=zeros, boundary=zeros)
     )
-    counts, actions = boundary_tensors(schedule, rank)
+    counts, actions = boundary_tensors(schedule, rank, has_slots)
     seen: set[Snapshot] = set()
     found: list[Snapshot] = []
 
@@ -216,7 +238,7 @@ def peak_snapshots(schedule: Schedule, rank: int) -> tuple[Snapshot, ...]:
     for action, has_run in actions:
         kind = action.kind
         held = (action.direction, action.stage)
-        if kind in RANK_KINDS:
+        if kind in RANK_KINDS or (has_slots and kind in COMPUTE_KINDS):
             record(None, _STEP)
         elif kind in COPY_KINDS:
             counts[held]["stashes"] += 1 if kind is _PREFETCH else -1
@@ -240,6 +262,7 @@ class MemoryModel:
 
     def __init__(self, spans: Spans, optimizer: Optimizer) -> None:
         self._spans = spans
+        self._is_captured = spans.profile.is_captured
         self._static: Table = optimizer.static_bytes(spans.params, spans.buffers)
 
     def rank_costs(self, schedule: Schedule) -> tuple[RankCosts, ...]:
@@ -248,7 +271,7 @@ class MemoryModel:
         listed = []
         for rank in range(schedule.num_ranks):
             held = schedule.placement.stages_on(rank)
-            snapshots = peak_snapshots(schedule, rank)
+            snapshots = peak_snapshots(schedule, rank, self._is_captured)
             if (held, snapshots) not in made:
                 stages = tuple(sorted({stage for _, stage in held}))
                 tables = tuple(
@@ -275,7 +298,7 @@ class MemoryModel:
         found = []
         for rank in range(schedule.num_ranks):
             stages = sorted({stage for _, stage in schedule.placement.stages_on(rank)})
-            snapshots = peak_snapshots(schedule, rank)
+            snapshots = peak_snapshots(schedule, rank, self._is_captured)
             found.append(
                 max(
                     sum(float(self._of_stage(each, s, spans[s])) for s in stages)

@@ -119,6 +119,12 @@ class MemoryPlan:
         """The boundaries of the partition that the plan is for."""
         return (*(stage[0].first for stage in self.stages), self.stages[-1][-1].end)
 
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether segments may run as CUDA graphs, which save all that layers save, or nothing."""
+        choices = {segment.choice for segments in self.stages for segment in segments}
+        return Choice.SELECTIVE not in choices and not self.only_conv_inputs
+
     def joined(self) -> MemoryPlan:
         """Return the plan with neighbouring kept segments in one.
 

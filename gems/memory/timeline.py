@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Any, NamedTuple
 
 from gems.memory.model import TABLES, Counts, HeldCounts, Optimizer, boundary_tensors
-from gems.memory.plan import MemoryPlan, Segment
+from gems.memory.plan import KEEP, MemoryPlan, Segment
 from gems.memory.residency import Residency, Script, State, inputs_leave
 from gems.memory.storages import (
     MAX_STAGES,
@@ -90,14 +90,20 @@ def rank_timeline(
     the transients of each action. If the schedule does not wait for a copy to host memory (no
     FREE), what it moves counts as freed when the copy is posted. In `strips` the profile and the
     plan are those of stages (`stages_as_layers`), and what is held between stages is that of the
-    largest strip.
+    largest strip. Of a captured profile, see `_slot_bytes`.
     """
-    held, actions = boundary_tensors(schedule, rank)
+    is_captured = profile.is_captured and strips is None and plan.can_be_captured
+    has_slots = is_captured and plan.policy == KEEP and not schedule.has_memory_actions
+    held, actions = boundary_tensors(schedule, rank, has_slots)
     outside = _outside(profile, plan, held, optimizer, strips)
     states = _states(profile, plan, schedule, rank, strips)
+    if has_slots:
+        states = dict.fromkeys(states, repeat(State()))  # all that they hold is in slots
     between = None if strips is None else BetweenStrips(strips)
     last: dict[MicroBatchKey, State] = {}
-    device = activations = host = 0
+    activations = _slot_bytes(profile, plan, schedule, held, has_slots) if is_captured else 0
+    device = 0 if has_slots else activations  # slots are outside, with their temporary tensors
+    host = 0
     outside_bytes = outside()
     points = []
     for action, has_run in actions:
@@ -128,6 +134,27 @@ def rank_timeline(
             )
         )
     return RankTimeline(tuple(points))
+
+
+def _slot_bytes(
+    profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, held: Counts, has_slots: bool
+) -> int:
+    """Return the activation bytes of a rank's CUDA graphs, which never go back.
+
+    Without a memory policy they are all of its activations: the sum over its stages, in each
+    direction, of the number of slots (`assign_slots`) and the bytes of one (`Spans.slot`). Under a
+    policy they come on top of what the store holds: one slot of the largest segment, which all
+    segments of the rank share. That is a bound where the gradient of a segment's input is a view of
+    another gradient in a layout of its own.
+    """
+    slot = profile_storages(profile).spans.slot
+    spans = {stage: stage_storages(profile, plan, schedule, stage).spans_of for _, stage in held}
+    if not has_slots:
+        return max(as_bytes(slot[span]) for segments in spans.values() for span in segments)
+    return sum(
+        (counts["slots"] + counts["split_slots"]) * as_bytes(slot[spans[stage][0]])
+        for (_, stage), counts in held.items()
+    )
 
 
 def _outside(

@@ -90,7 +90,9 @@ def saved_from(
 
 
 SCHEMA = "gems.profile/1"
-LIBRARY_BYTES = "library_bytes"  # of the facts
+# of the facts
+LIBRARY_BYTES = "library_bytes"
+CUDA_GRAPHS = "cuda_graphs"
 
 
 def _value(default: Any, long_name: str) -> Any:
@@ -141,6 +143,9 @@ class LayerProfile:
     )
     output_bytes: int = _value(0, "tensors handed on")
     output_grad_bytes: int = _value(0, "gradients of the tensors handed on")
+    score_bytes: int = _value(0, "given to the loss, and saved by no layer")
+    loss_bytes: int = _value(0, "saved by the loss")
+    score_grad_bytes: int = _value(0, "gradients of the tensors given to the loss")
     unsaved_input_bytes: int = _value(0, "given and saved by no earlier layer")
     unsaved_from: tuple[tuple[int, int], ...] = _value(
         (), "given and not yet saved, made by the layer so many back"
@@ -153,6 +158,9 @@ class LayerProfile:
     )
     passed_at: tuple[tuple[int, int], ...] = _value(
         (), "passed on as it is by a stage that begins here and ends so many layers further on"
+    )
+    input_grads_at: tuple[tuple[int, int], ...] = _value(
+        (), "gradients of inputs that such a stage makes, if not one for each of them"
     )
     held_for_weights_bytes: int = _value(0, "kept between input gradient and weight gradient")
     held_input_bytes: int = _value(0, "inputs among what is kept for the weight gradient")
@@ -227,6 +235,17 @@ class ModelProfile:
     def library_bytes(self) -> int:
         """The bytes that cuBLAS and cuDNN hold on each rank's device, whatever it computes."""
         return int(self.facts.get(LIBRARY_BYTES, 0))
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the layers run as CUDA graphs, whose memory never goes back to the allocator."""
+        return bool(self.facts.get(CUDA_GRAPHS, False))
+
+    def captured(self, is_captured: bool) -> ModelProfile:
+        """Return the profile of layers that run as CUDA graphs, or do not."""
+        if is_captured == self.is_captured:
+            return self
+        return replace(self, facts={**self.facts, CUDA_GRAPHS: is_captured})
 
     @property
     def num_layers(self) -> int:

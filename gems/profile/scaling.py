@@ -44,7 +44,8 @@ def extrapolate(
                 error[name] = max(error[name], abs(_whole(guess, name) / _whole(point, name) - 1))
     found = _fit(points, height_px, width_px, micro_batch_size)
     shapes = [[point.micro_batch_size, point.height_px, point.width_px] for point in points]
-    return replace(found, facts={"extrapolated_from": shapes, "error": error})
+    found = replace(found, facts={"extrapolated_from": shapes, "error": error})
+    return found.captured(points[0].is_captured)
 
 
 def _fit(

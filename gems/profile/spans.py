@@ -174,6 +174,56 @@ class Spans:
         """Bytes of the gradient that the first layer returns; the same in a row, 0 in the first."""
         return self._in_rows(np.append(0.0, self._of("output_grad_bytes")[:-1]))
 
+    @cached_property
+    def slot(self) -> Table:
+        """Bytes of a slot of a stage's CUDA graphs: its storages at fixed addresses.
+
+        Each storage counts once: what the layers save, as without graphs; copies of the inputs;
+        outputs that are not saved; and the gradients of outputs and of inputs. The outputs of the
+        last stage are what the loss is given. The loss runs without graphs, and what it saves is
+        not counted.
+        """
+        table = self.stash + self._around_slot + self._unsaved_outputs + self.handed_back
+        table[:, -1] -= self.profile.layers[-1].loss_bytes
+        for i, layer in enumerate(self.profile.layers):
+            for ahead, num_bytes in layer.input_grads_at:
+                table[i, i + ahead + 1] += num_bytes - self.handed_back[i, i + ahead + 1]
+        return table
+
+    @cached_property
+    def slot_pool(self) -> Table:
+        """The most bytes in use in a slot, whose pool keeps room for temporary tensors."""
+        backward = self.backward_peak - self.given_back + self._unsaved_outputs
+        return np.maximum(self.slot, self._around_slot + np.maximum(self.forward_peak, backward))
+
+    @cached_property
+    def split_slot_pool(self) -> Table:
+        """The same with a split backward, whose I leaves in the slot what W reads."""
+        backward = np.maximum(
+            self.input_gradient_peak - self.given_back,
+            self.held_for_weights + self.weight_gradient_peak,
+        )
+        return np.maximum(self.slot_pool, self._around_slot + self._unsaved_outputs + backward)
+
+    @cached_property
+    def _around_slot(self) -> Table:
+        """Bytes of the copies of a stage's inputs and of the gradients of its outputs."""
+        table = self.given + self.given_back
+        table[:, -1] = self.given[:, -1] + self.profile.layers[-1].score_grad_bytes
+        return table
+
+    @cached_property
+    def _unsaved_outputs(self) -> Table:
+        """Bytes that a stage makes and passes on, or gives to the loss, and does not save."""
+        own = np.zeros((self.num_layers, self.num_layers + 1))
+        for maker, layer in enumerate(self.profile.layers):
+            for one in (*layer.saved, *layer.passing):
+                until = min((one.last_use, *one.savers))
+                own[maker, maker + 1 : maker + 1 + until] += one.total_bytes
+        own[-1, -1] += self.profile.layers[-1].score_bytes
+        table: Table = np.cumsum(own[::-1], axis=0)[::-1]
+        return table
+
     def boundary_bytes(self) -> tuple[int, ...]:
         """Return the bytes between layers b and b + 1."""
         return tuple(layer.output_bytes for layer in self.profile.layers[:-1])

@@ -30,7 +30,7 @@ from gems.utils.cache import cached, keep_cached, read_cached
 from gems.utils.gpus import may_have_gpu
 from gems.utils.run_module import RUN_MODULE
 
-PROFILER = 12  # increase it if profilers give other figures
+PROFILER = 13  # increase it if profilers give other figures
 DISTRIBUTIONS = ("torch", "numpy")
 REFUSED = "refused"
 PACE = "pace"
@@ -127,11 +127,9 @@ def profile_of(subject: Subject) -> ModelProfile:
     if pace is not None and profile.source == "measured":
         profile = pace.of(profile)
     known = subject.machine.library_bytes
-    return (
-        profile
-        if known is None
-        else replace(profile, facts={**profile.facts, LIBRARY_BYTES: known})
-    )
+    if known is not None:
+        profile = replace(profile, facts={**profile.facts, LIBRARY_BYTES: known})
+    return profile.captured(subject.is_captured)
 
 
 def _with_times_of_strips(subject: Subject, profile: ModelProfile) -> ModelProfile:

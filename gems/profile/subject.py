@@ -17,6 +17,7 @@ from gems.config.schema import (
     RunSpec,
     TrainConfig,
 )
+from gems.config.training import captures_graphs
 from gems.data import task_of
 from gems.utils.targets import source_of
 
@@ -47,6 +48,11 @@ class Subject:
     def values(self, keys: Iterable[str]) -> dict[str, Any]:
         """Return the values of keys of the configuration."""
         return {key: attrgetter(key)(self) for key in keys}
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether whole micro-batches run as CUDA graphs; strips are counted as without."""
+        return captures_graphs(self.train, self.machine.has_gpu) and self.parallel.strips <= 1
 
     @property
     def layers(self) -> dict[str, Any]:

@@ -130,6 +130,26 @@ def test_simulate_gives_the_peaks_of_keeping_all_with_the_costs_of_a_profile(
     assert max(found["peak_activation_bytes"]) < max(found["peak_bytes"])
 
 
+def test_every_answer_knows_the_slots_of_cuda_graphs(gems: Gems) -> None:
+    peaks: dict[tuple[str, str], list[int]] = {}
+    for device in ("cpu", "cuda"):
+        for graphs in ("true", "false"):
+            words = (
+                *("data=synthetic", "data.height_px=32", "data.width_px=32", "model=resnet20_v1"),
+                *("parallel.partitions=2", "parallel.micro_batches=4", "cost=profile"),
+                "schedule=interleaved_1f1b",
+                f"machine.device={device}",
+                f"train.cuda_graphs={graphs}",
+                "--json",
+            )
+            (keep,) = json.loads(gems("memory", *words, "memory=keep").out)["choices"]
+            (again,) = json.loads(gems("memory", *words, "memory=recompute").out)["choices"]
+            assert json.loads(gems("simulate", *words).out)["peak_bytes"] == keep["peak_bytes"]
+            peaks[device, graphs] = keep["peak_bytes"] + again["peak_bytes"]
+    assert peaks["cpu", "true"] == peaks["cpu", "false"]
+    assert all(map(int.__gt__, peaks["cuda", "true"], peaks["cuda", "false"]))
+
+
 def test_replicas_reduce_gradients_under_every_policy(gems_: Gems) -> None:
     """Reduce gradients over slow links, where a policy costs a smaller share of the step.
 

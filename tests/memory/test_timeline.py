@@ -14,6 +14,7 @@ from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.memory import storages
 from gems.memory.model import OPTIMIZERS, MemoryModel, static_blocks
 from gems.memory.plan import Choice, MemoryPlan, Segment, add_memory
+from gems.memory.slots import assign_slots
 from gems.memory.storages import Layers
 from gems.memory.timeline import RankTimeline, micro_batch_states, rank_timeline, segment_costs
 from gems.profile import LayerProfile, ModelProfile
@@ -77,6 +78,74 @@ def test_what_is_kept_in_whole_stages_is_what_the_memory_model_says(
             assert not any(walked.peak_host_bytes for walked in walks)
             static = [sum(static_blocks(made, schedule, rank, cuts, SGD)) for rank in range(ranks)]
             assert [walked.points[-1].device_bytes for walked in walks] == static
+
+
+@pytest.mark.parametrize(("name", "ranks", "micro_batches"), SCHEDULES)
+def test_graphs_hold_a_slot_for_each_of_the_most_in_flight_on_each_stage(
+    profiles: dict[str, ModelProfile], name: str, ranks: int, micro_batches: int
+) -> None:
+    compute = generate(name, ranks, micro_batches)
+    for made in profiles.values():
+        if made.num_layers < compute.num_stages:
+            continue
+        spans = Spans(made)
+        made = made.captured(True)
+        cuts = even_cuts(made, compute.num_stages)
+        plan = MemoryPlan.keeping(cuts)
+        expected = MemoryModel(Spans(made), SGD).peak_bytes(lower(compute), cuts)
+        for schedule in (lower(compute), lower(add_memory(compute, plan))):
+            for rank in range(ranks):
+                walked = rank_timeline(made, plan, schedule, rank, SGD)
+                assert walked.peak_bytes == expected[rank]
+                counts = assign_slots(schedule, rank).counts.items()
+                bytes_of = [int(spans.slot[cuts[s], cuts[s + 1]]) for s in range(len(cuts) - 1)]
+                held = sum(number * bytes_of[stage] for (_, stage), number in counts)
+                assert {point.activation_bytes for point in walked.points} == {held}
+                assert walked.points[-1].device_bytes >= held
+
+
+@pytest.mark.parametrize("choice", [each for each in Choice if each is not Choice.KEEP])
+def test_segments_share_a_slot_of_the_largest_of_a_rank(
+    profiles: dict[str, ModelProfile], choice: Choice
+) -> None:
+    made = profiles["resnet"]
+    slot = Spans(made).slot
+    cuts = even_cuts(made, 4)
+    layers = {layer: Segment(layer, layer + 1, choice) for layer in range(made.num_layers)}
+    plan = MemoryPlan.by_layer("test", cuts, layers)
+    schedule = lower(add_memory(generate("interleaved_1f1b", 2, 4), plan))
+    for rank in range(2):
+        eager, captured = (
+            rank_timeline(each, plan, schedule, rank, SGD).points
+            for each in (made, made.captured(True))
+        )
+        mine = [s for _, stage in schedule.placement.stages_on(rank) for s in plan.stages[stage]]
+        largest = max(slot[each.first, each.end] for each in mine)
+        largest *= choice is not Choice.SELECTIVE  # these run eagerly
+        for before, after in zip(eager, captured, strict=True):
+            assert after.activation_bytes == before.activation_bytes + largest
+            assert after.device_bytes == before.device_bytes + largest
+            assert after.during_bytes == before.during_bytes + largest
+            assert after.host_bytes == before.host_bytes
+
+
+def test_a_slot_by_hand() -> None:
+    # an input of 30; 100 of a's own, and its output of 50, which b saves; a gradient of 50
+    spans = Spans(CHAIN)
+    assert spans.slot[0, 1] == 30 + 100 + 50 + 50
+    # the output of a is the input of b, whose gradient is 50 as well; b's is saved by c
+    assert spans.slot[1, 2] == 50 + 100 + 50 + 50 + 50
+    # within a stage a's output is saved, and counts once
+    assert spans.slot[0, 2] == 30 + 100 + 50 + 100 + 50 + 50
+    # beside what it saves, its backward needs 20 more than the gradient that it is given
+    assert spans.slot_pool[0, 1] == 230 + 20
+    scored = replace(CHAIN.layers[3], score_bytes=7, score_grad_bytes=9, loss_bytes=40)
+    last = Spans(replace(CHAIN, layers=(*CHAIN.layers[:3], scored)))
+    assert last.slot[3, 4] == 50 + 100 - 40 + 7 + 9 + 50
+    # the gradient of b's output is that of its input
+    passing = replace(CHAIN.layers[1], input_grads_at=((0, 0),))
+    passed = Spans(replace(CHAIN, layers=(CHAIN.layers[0], passing, *CHAIN.layers[2:])))
+    assert (passed.slot[1, 2], passed.slot[1, 3]) == (250, spans.slot[1, 3])
 
 
 # a layer's own 100, an output of 40 that the next saves and, but for the last, hands on; half of

@@ -6,6 +6,7 @@ Bytes of layers that can be counted by hand, on real and on fake tensors.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from gems.config.schema import DataConfig, ModelConfig
 from gems.models import layers_of
 from gems.models.build import build_layer
 from gems.profile.profilers.fake import made_fake, on_meta
-from gems.profile.profilers.layer_run import Gradient, LayerCall
+from gems.profile.profilers.layer_run import Gradient, LayerCall, training_loss
 from gems.profile.profilers.live_bytes import LiveBytes
 from gems.profile.profilers.meter import LayerMeter, meter, meter_backward
 from tests.helpers.profiled import Cell, Down, Flat
@@ -88,6 +89,18 @@ class TestForward:
         )
         assert found.layer.forward_peak_bytes == 4 * 10 * 4
         assert found.layer.held_for_weights_bytes == 4 * 110 * 4
+
+    @both
+    @pytest.mark.parametrize("task", ["classification", "regression"])
+    def test_what_the_loss_is_given_and_saves(self, is_fake: bool, task: str) -> None:
+        loss = partial(training_loss, task=task)
+        with tensors(is_fake):
+            found = meter(LayerCall(nn.Linear(100, 10), [torch.randn(4, 100)], loss=loss)).layer
+            inner = meter(LayerCall(nn.Linear(100, 10), [torch.randn(4, 100)])).layer
+        scores = 4 * 10 * 4
+        assert (found.score_bytes, found.score_grad_bytes) == (scores, scores)
+        assert found.stash_bytes - found.loss_bytes == inner.stash_bytes == 0
+        assert (inner.score_bytes, inner.score_grad_bytes, inner.loss_bytes) == (0, 0, 0)
 
     @both
     def test_identity_and_view_make_nothing(self, is_fake: bool) -> None:

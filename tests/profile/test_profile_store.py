@@ -22,6 +22,7 @@ from gems.config.schema import (
     ParallelConfig,
     ProfileConfig,
     RunSpec,
+    TrainConfig,
 )
 from gems.errors import ConfigError
 from gems.profile import ModelProfile, store
@@ -150,6 +151,38 @@ class TestCache:
         profile_of(Subject.of(spec_of(cache_dir=str(tmp_path))))
         profile_of(Subject.of(spec_of(cache_dir=str(tmp_path), name="other", seed=5)))
         assert len(taken) == 1
+
+    @pytest.mark.parametrize(
+        ("device", "strips", "cuda_graphs", "is_captured"),
+        [
+            ("cuda", 1, True, True),
+            ("cuda", 1, "auto", True),
+            ("cuda", 1, False, False),
+            ("cuda", 2, True, False),
+            ("cpu", 1, True, False),
+        ],
+    )
+    def test_it_says_whether_the_run_captures_graphs(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        profile: ModelProfile,
+        device: str,
+        strips: int,
+        cuda_graphs: bool | str,
+        is_captured: bool,
+    ) -> None:
+        for known in (profile, profile.captured(True)):
+            monkeypatch.setattr(store, "profile_alone", lambda _, known=known: known)
+            monkeypatch.setattr(store, "_with_times_of_strips", lambda _, made: made)
+            subject = Subject.of(
+                spec_of(
+                    machine=MachineConfig(device=device),
+                    parallel=ParallelConfig(micro_batch_size=2, strips=strips),
+                    train=TrainConfig(cuda_graphs=cuda_graphs),
+                )
+            )
+            assert profile_of(subject).is_captured == is_captured
+            assert profile_of(subject).layers == profile.layers
 
     def test_a_gpu_is_in_the_key_of_the_device_that_is_there(
         self, monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gems.config.training import captures_graphs
 from gems.engine.rank import Rank
 from gems.engine.transport.mpi import allgather, broadcast
 from gems.memory.model import OPTIMIZERS
@@ -27,11 +28,12 @@ def memory_report(rank: Rank, profile: Path | None = None) -> dict[str, Any]:
     The report covers the steps so far; the call is collective, after at least one step. Unsplit
     layers are those whose backward cannot be split.
 
-    Without segments, peaks are predicted from the stages' measured sizes. Otherwise they are
-    predicted from the profile that the run was planned with, or from a fake profile. Peaks of
-    strips are predicted on fake tensors.
+    Without segments and CUDA graphs, peaks are predicted from the stages' measured sizes. Otherwise
+    they are predicted from the profile that the run was planned with, or from a fake profile. Peaks
+    of strips are predicted on fake tensors.
     """
-    if rank.train.store is not None or rank.plan.schedule.num_strips > 1:
+    is_in_strips = rank.plan.schedule.num_strips > 1
+    if rank.train.store is not None or is_in_strips or _is_captured(rank):
         predicted = _bytes_from_profile(rank, profile)
     else:
         predicted = _bytes_from_stages(rank)
@@ -89,6 +91,7 @@ def _bytes_from_profile(rank: Rank, path: Path | None) -> tuple[int, ...]:
             size = spec.parallel.micro_batch_size
             dtype = spec.train.layer_dtype
             profile = fake_profile(spec.model, spec.data, size, dtype, spec.machine)
+        profile = profile.captured(_is_captured(rank))
         optimizer = OPTIMIZERS[optimizer_name(spec.train, spec.optimizer)]
         walked = (
             rank_timeline(profile, plan, schedule, rank, optimizer, strips)
@@ -97,6 +100,10 @@ def _bytes_from_profile(rank: Rank, path: Path | None) -> tuple[int, ...]:
         found = tuple(rank.peak_activation_bytes for rank in walked)
     of_pipeline: tuple[int, ...] = broadcast(rank.comm, found)
     return of_pipeline * spec.parallel.replicas
+
+
+def _is_captured(rank: Rank) -> bool:
+    return captures_graphs(rank.plan.spec.train, rank.device.type == "cuda")
 
 
 def _kept(rank: Rank) -> MemoryPlan:

@@ -42,7 +42,7 @@ from gems.profile.profilers.layer_run import (
     training_loss,
 )
 from gems.profile.profilers.live_bytes import Workspace
-from gems.profile.profilers.meter import BackwardMeter, LayerMeter, meter, meter_backward
+from gems.profile.profilers.meter import BackwardMeter, LayerMeter, Output, meter, meter_backward
 from gems.profile.store import versions
 from gems.profile.subject import layer_keys
 
@@ -114,15 +114,15 @@ class _Placed:
     """A layer in the chain.
 
     `made` is the memory that it passes on. `unsaved` is its input memory that no layer has saved
-    yet, by the distance to its maker. `backward` maps the end of its stage to its peak and to the
-    bytes that a stage beginning with it passes on.
+    yet, by the distance to its maker. `backward` maps the end of its stage to its peak, and to the
+    bytes that a stage beginning with it passes on and makes as gradients of its inputs.
     """
 
     layer: Layer
     kind: _Kind
     made: list[_Storage] = field(default_factory=list)
     unsaved: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    backward: dict[int, tuple[int, int]] = field(default_factory=dict)
+    backward: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
 
 def profile_model(
@@ -192,7 +192,11 @@ def profile_chain(
         chain.append(_Placed(layer, known[key]))
         slots = _join(chain[-1], index, slots)
     _add_backwards(chain)
-    return tuple(_layer_profile(placed, index) for index, placed in enumerate(chain))
+    grad_bytes = [sum(output.grad_bytes for output in each.kind.meter.outputs) for each in chain]
+    return tuple(
+        _layer_profile(placed, index, given)
+        for index, (placed, given) in enumerate(zip(chain, [0, *grad_bytes], strict=False))
+    )
 
 
 def _join(placed: _Placed, index: int, slots: Sequence[_Slot]) -> list[_Slot]:
@@ -264,10 +268,26 @@ def _add_backwards(chain: Sequence[_Placed]) -> None:
             found = chain[index].kind.backward(gradients)
             gradients = found.input_gradients
             passed = sum(each.layout.num_bytes for each in gradients if each and each.is_untouched)
-            chain[index].backward[end] = found.peak_bytes, passed
+            given = chain[index - 1].kind.meter.outputs if index else ()
+            made = _made_bytes(gradients, given)
+            chain[index].backward[end] = found.peak_bytes, passed, made
 
 
-def _layer_profile(placed: _Placed, index: int) -> LayerProfile:
+def _made_bytes(gradients: Gradients, inputs: Sequence[Output]) -> int:
+    """Return the bytes that a stage makes as gradients of its inputs, in the layouts of these.
+
+    One that shares the memory of a gradient of its outputs is not made.
+    """
+    sizes: dict[object, int] = {}
+    for gradient, tensor in zip(gradients, inputs, strict=False):
+        if gradient is None or gradient.layout.strides != tensor.layout.strides:
+            sizes[tensor] = tensor.grad_bytes
+        elif not gradient.is_given:
+            sizes[gradient.storage] = gradient.storage_bytes
+    return sum(sizes.values())
+
+
+def _layer_profile(placed: _Placed, index: int, given_grad_bytes: int) -> LayerProfile:
     meter = placed.kind.meter
     unsaved = placed.unsaved
     handed = [
@@ -288,7 +308,7 @@ def _layer_profile(placed: _Placed, index: int) -> LayerProfile:
     storages = counted((*meter.inner, *handed))
     saved = tuple(storage for storage in storages if storage.savers)
     grad_bytes = sum(output.grad_bytes for output in meter.outputs)
-    peaks = {end - index - 1: peak for end, (peak, _) in sorted(placed.backward.items())}
+    peaks = {end - index - 1: peak for end, (peak, *_) in sorted(placed.backward.items())}
     usual = peaks[max(peaks)] + (grad_bytes if len(peaks) == 1 else 0)
     return replace(
         meter.layer,
@@ -308,7 +328,12 @@ def _layer_profile(placed: _Placed, index: int) -> LayerProfile:
             (ahead, peak) for ahead, peak in peaks.items() if not ahead or peak != usual
         ),
         passed_at=tuple(
-            (end - index - 1, size) for end, (_, size) in sorted(placed.backward.items()) if size
+            (end - index - 1, size) for end, (_, size, _) in sorted(placed.backward.items()) if size
+        ),
+        input_grads_at=tuple(
+            (end - index - 1, size)
+            for end, (*_, size) in sorted(placed.backward.items())
+            if size != given_grad_bytes
         ),
         cheap_bytes=product_bytes_of(storages),
         saved=saved,

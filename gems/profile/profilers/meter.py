@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gems.autograd.convolutions import ConvolutionWatch
+from gems.autograd.outputs import tensors_in
 from gems.autograd.recompute.layer_state import RandomState
 from gems.autograd.recompute.matmul_outputs import MatmulOutputs, RecordMatmuls, ReplayMatmuls
 from gems.autograd.split_backward.deferred import DeferredGradients
@@ -132,6 +133,7 @@ def meter(call: LayerCall, workspace: Workspace | None = None) -> LayerMeter:
         buffer_bytes=unique_bytes(call.module.buffers()),
         stash_bytes=stash,
         forward_peak_bytes=forward_peak,
+        **_loss_bytes(call, names),
         held_for_weights_bytes=held,
         held_input_bytes=unique_bytes(call.inputs[number] for number in held_inputs),
         held_output_grad_bytes=held_gradient,
@@ -237,6 +239,30 @@ def _inner(call: LayerCall, static: set[int]) -> tuple[tuple[Saved, ...], set[in
         if num_bytes and name not in static and name not in made
     ]
     return counted(inner), {made[name] for name in given if name in made}
+
+
+def _loss_bytes(call: LayerCall, static: set[int]) -> dict[str, Any]:
+    """Return the fields with the bytes that the loss of the last layer is given and saves."""
+    loss = call.loss
+    if loss is None:
+        return {}
+    scores: list[Tensor] = []
+    known = set(static)
+
+    def watched(output: Any) -> Tensor:
+        scores.extend(tensors_in(output))
+        known.update(saved.num_bytes)
+        return loss(output)
+
+    with SavedStorages() as saved:
+        Run(replace(call, loss=watched)).forward()
+    return {
+        "score_bytes": unique_bytes(each for each in scores if storage_of(each) not in known),
+        "loss_bytes": sum(saved.num_bytes[name] for name in saved.num_bytes.keys() - known),
+        "score_grad_bytes": sum(
+            each.numel() * each.element_size() for each in scores if each.requires_grad
+        ),
+    }
 
 
 def _forward_peak(

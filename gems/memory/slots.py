@@ -1,0 +1,58 @@
+"""Slots of CUDA graphs: which actions of a rank share device memory at fixed addresses.
+
+A slot is to activations what a register is to values, and slots are assigned as registers are: by
+colouring the intervals in which values live. Source: Chaitin et al. 1981; of intervals, a list of
+free slots gives the fewest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from gems.schedule.action import COMPUTE_KINDS, Action, Kind
+from gems.schedule.schedule import Schedule
+
+StageKey = tuple[int, int]  # (direction, stage)
+_OPENING = frozenset({Kind.F, Kind.R, Kind.PREFETCH})
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The slot of each compute action of a rank, and the number of slots by direction and stage."""
+
+    of_action: Mapping[Action, int]
+    counts: Mapping[StageKey, int]
+
+
+def assign_slots(schedule: Schedule, rank: int) -> Slots:
+    """Assign the fewest slots to a rank's actions so that no two live values share one.
+
+    A value of a stage lives from its F to the end of its backward: B, or W after I. If it is
+    recomputed, it lives from R on, and if it is copied to host memory, from PREFETCH on; its F has
+    a slot alone, which is free again at once. The segments of a stage share its slots.
+    """
+    counts = dict.fromkeys(schedule.placement.stages_on(rank), 0)
+    free: dict[StageKey, list[int]] = {key: [] for key in counts}
+    held: dict[tuple[object, ...], int] = {}
+    of_action: dict[Action, int] = {}
+    for action in schedule.rank_schedules[rank]:
+        kind = action.kind
+        place = action[1:]
+        key = (action.direction, action.stage)
+        is_recomputed = schedule.has(Kind.R, *place)
+        opens = kind in _OPENING and not (kind is Kind.PREFETCH and is_recomputed)
+        if not opens and kind not in COMPUTE_KINDS:
+            continue
+        if place not in held:
+            if not free[key]:
+                heappush(free[key], counts[key])
+                counts[key] += 1
+            held[place] = heappop(free[key])
+        if kind in COMPUTE_KINDS:
+            of_action[action] = held[place]
+        returns = is_recomputed or schedule.has(Kind.OFFLOAD, *place) or schedule.forward_only
+        if kind in (Kind.B, Kind.W) or (kind is Kind.F and returns):
+            heappush(free[key], held.pop(place))
+    return Slots(of_action, counts)
