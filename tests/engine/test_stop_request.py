@@ -21,9 +21,12 @@ LIMIT_S = 20.0
 # A second thread tells what the watch says; the first is in a call that no signal may end, as a
 # rank is in MPI's.
 PROGRAM = """
-import ctypes, os, pathlib, signal, sys, threading
+import ctypes, os, pathlib, signal, sys, threading, types
 from gems.engine.supervision.stop_request import StopListener
 libc, stop_json = ctypes.CDLL(None), pathlib.Path(sys.argv[1])
+if "garbled" in sys.argv:
+    wait, garbled = signal.sigtimedwait, [types.SimpleNamespace(si_signo=-2078979536)]
+    signal.sigtimedwait = lambda *given: garbled.pop() if garbled else wait(*given)
 if "older" in sys.argv:
     threading.Thread(target=libc.sleep, args=(600,), daemon=True).start()
 watch = StopListener(stop_json if "looks" in sys.argv else None, sigterm_asks="spares" in sys.argv)
@@ -83,6 +86,15 @@ def test_a_signal_is_heard_while_the_main_thread_is_in_c(
     process.send_signal(signal.SIGUSR2)
     assert says(process) == "SIGUSR2"
     assert process.poll() is None
+
+
+def test_a_wait_that_returns_a_number_from_nowhere_asks_for_nothing(
+    rank: Callable[..., subprocess.Popen[str]],
+) -> None:
+    """As Python's sigtimedwait does when its time is over while another signal interrupts it."""
+    process = rank("garbled")
+    process.send_signal(signal.SIGUSR2)
+    assert says(process) == "SIGUSR2"
 
 
 def test_a_file_is_seen(rank: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:

@@ -76,7 +76,8 @@ class StopListener:
             taken = signal.sigtimedwait(self._signals, POLL_S)
             if self._closing.is_set():
                 return
-            numbers = [taken.si_signo] if taken else []
+            # a wait that ends while another signal interrupts it returns a number from nowhere
+            numbers = [taken.si_signo] if taken and taken.si_signo in self._signals else []
             with contextlib.suppress(BlockingIOError):  # signals that older threads have received
                 numbers += [
                     number for number in os.read(self._pipe[0], 64) if number in self._signals
