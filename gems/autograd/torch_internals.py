@@ -52,6 +52,7 @@ __all__ = [
     "end_capture_memory",
     "enter_autocast",
     "exit_autocast",
+    "foreach",
     "has_kernel",
     "is_saving_changed",
     "is_transformed",
@@ -151,6 +152,11 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy tensors into others by few kernels. If it is gone: Tensor.copy_ for each."""
     if targets:
         torch._foreach_copy_(targets, sources)
+
+
+def foreach(operation: str) -> Any:
+    """Return the form of an operation that takes lists. If it is gone: call it for each tensor."""
+    return getattr(torch, f"_foreach_{operation}")
 
 
 def lerp_all(values: list[Tensor], ends: list[Tensor], weight: float) -> None:

@@ -99,6 +99,28 @@ def test_frozen_parameters_do_not_move_and_have_no_state(name):
     assert stem.weight not in optimizer.state and head.bias not in optimizer.state
 
 
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lamb_changes_each_parameter_as_if_it_were_alone(dtype, weight_decay):
+    shapes = [(6, 3, 3, 3), (6,), (4, 6), (5,)]
+    torch.manual_seed(0)
+    together = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+    together[-1].data.zero_()  # has no length, so no ratio
+    alone = [nn.Parameter(parameter.detach().clone()) for parameter in together]
+    optimizers = [
+        Lamb(some, lr=0.1, weight_decay=weight_decay)
+        for some in (together, *([parameter] for parameter in alone))
+    ]
+    for step in range(4):
+        for parameter, other in zip(together, alone, strict=True):
+            has_gradient = step != 2 or parameter.dim() > 1  # else it has taken fewer steps
+            parameter.grad = torch.randn_like(parameter) if has_gradient else None
+            other.grad = parameter.grad
+        for optimizer in optimizers:
+            optimizer.step()
+        assert all(map(torch.equal, together, alone))
+
+
 def test_a_rank_that_trains_nothing_steps():
     build_optimizer(OptimizerConfig("adamw", layer_decay=0.5), [], 3).step()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from gems.autograd.torch_internals import foreach
 
 
 class Lamb(Optimizer):
@@ -38,32 +40,44 @@ class Lamb(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, parameter.grad, group)
+            parameters = [each for each in group["params"] if each.grad is not None]
+            if parameters:
+                self._step(parameters, group)
         return loss
 
-    def _step(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"], state["exp_avg_sq"] = (
-                torch.zeros_like(parameter),
-                torch.zeros_like(parameter),
-            )
-        state["step"] += 1
-        count, (beta1, beta2) = float(state["step"]), group["betas"]
-        state["exp_avg"].lerp_(gradient, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        scale = (state["exp_avg_sq"] / (1 - beta2**count)).sqrt_().add_(group["eps"])
-        update = (state["exp_avg"] / (1 - beta1**count)).div_(scale)
-        rate: Tensor | float = group["lr"]
+    def _step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Change the parameters of a group together: on a GPU, by few kernels for all of them."""
+        states = [self.state[parameter] for parameter in parameters]
+        for state, parameter in zip(states, parameters, strict=True):
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"], state["exp_avg_sq"] = (
+                    torch.zeros_like(parameter),
+                    torch.zeros_like(parameter),
+                )
+            state["step"] += 1
+        counts = [float(state["step"]) for state in states]  # on the host
+        means = [state["exp_avg"] for state in states]
+        squares = [state["exp_avg_sq"] for state in states]
+        gradients = [parameter.grad for parameter in parameters]
+        beta1, beta2 = group["betas"]
+        foreach("lerp_")(means, gradients, 1 - beta1)
+        for square in squares:  # lists would round the number to 16 bits on a processor
+            square.mul_(beta2)
+        foreach("addcmul_")(squares, gradients, gradients, value=1 - beta2)
+        scales = foreach("div")(squares, [1 - beta2**count for count in counts])
+        foreach("sqrt_")(scales)
+        foreach("add_")(scales, group["eps"])
+        updates = foreach("div")(means, [1 - beta1**count for count in counts])
+        foreach("div_")(updates, scales)
+        rates: Sequence[Tensor | float] = [group["lr"]] * len(updates)
         if group["weight_decay"]:
-            update.add_(parameter, alpha=group["weight_decay"])
-            length = parameter.norm()
-            step_length = update.norm()
-            is_positive = (length > 0) & (step_length > 0)
-            rate = group["lr"] * torch.where(
-                is_positive, length / step_length, torch.ones_like(length)
-            )
-        parameter.sub_(update.mul_(rate))
+            foreach("add_")(updates, parameters, alpha=group["weight_decay"])
+            lengths = torch.stack(foreach("norm")(parameters))
+            step_lengths = torch.stack(foreach("norm")(updates))
+            is_positive = (lengths > 0) & (step_lengths > 0)
+            ratios = torch.where(is_positive, lengths / step_lengths, torch.ones_like(lengths))
+            rates = (group["lr"] * ratios).unbind()
+        for update, rate in zip(updates, rates, strict=True):
+            update.mul_(rate)
+        foreach("sub_")(parameters, updates)
