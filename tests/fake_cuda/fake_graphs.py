@@ -87,8 +87,12 @@ def whole(made: nn.ModuleList) -> WholeStage:
     return WholeStage(made, is_first=False, poll=lambda: None)
 
 
-def graphed(made: nn.ModuleList, is_drawing: Callable[[nn.Module], bool] = lambda _: False):
-    return GraphedStage(whole(made), Captures("stage 3", is_drawing))
+def graphed(
+    made: nn.ModuleList,
+    is_drawing: Callable[[nn.Module], bool] = lambda _: False,
+    is_split: bool = False,
+):
+    return GraphedStage(whole(made), Captures("stage 3", is_drawing), is_split)
 
 
 def play(stage, is_split: bool = False, loss=None, shapes: Sequence[tuple[int, ...]] = (SHAPE,)):
@@ -144,7 +148,7 @@ def test_a_graphed_stage_has_the_bits_of_an_eager_one(case, caplog):
     more = [_Several()] if "loss" in options else []
     eager = play(whole(layers(*more)), **options)
     assert launches() == 0
-    replayed = play(graphed(layers(*more)), **options)
+    replayed = play(graphed(layers(*more), is_split=options.get("is_split", False)), **options)
     assert same(replayed, eager)
     assert launches() > 0
     assert not caplog.records
@@ -153,7 +157,8 @@ def test_a_graphed_stage_has_the_bits_of_an_eager_one(case, caplog):
 @pytest.mark.parametrize("case", CASES)
 def test_each_action_of_a_later_step_is_one_launch(case):
     options = CASES[case]
-    stage = graphed(layers(*([_Several()] if "loss" in options else [])))
+    more = [_Several()] if "loss" in options else []
+    stage = graphed(layers(*more), is_split=options.get("is_split", False))
     play(stage, **options)
     native().clear_counts()
     play(stage, **options)
@@ -187,6 +192,7 @@ SCHEDULES = {
     "1f1b": {},
     "gpipe": {},
     "zb_h1": {},
+    "dualpipe_v": {},
     "gems_master": {},
     "bf16_mixed": {"train__precision": "bf16_mixed"},
     "fp16_mixed": {"train__precision": "fp16_mixed"},

@@ -89,8 +89,13 @@ class GraphedStage(WrappedStage):
     Micro-batches run eagerly until the first backward has ended, for the kernels are chosen then.
     """
 
-    def __init__(self, stage: WholeStage, captures: Captures) -> None:
+    def __init__(self, stage: WholeStage, captures: Captures, is_split: bool = False) -> None:
+        """Take the stage, and whether weight gradients are apart for any micro-batch.
+
+        Then the graphs of all are split, so that any slot fits.
+        """
         super().__init__(stage)
+        self._is_split = is_split
         self._whole = stage
         self._captures = captures
         self._free: dict[Layouts, list[LayerGraphs]] = {}  # a key: its first backward has ended
@@ -108,7 +113,7 @@ class GraphedStage(WrappedStage):
         is_run_again: bool = False,
     ) -> Tensors:
         """Run the layers by a replay; see `Stage.forward`."""
-        layouts = (is_split, *layouts_of(inputs))
+        layouts = layouts_of(inputs)
         graphs = self._take(index, layouts, inputs)
         flight = self._flights[index] = _Flight(layouts, graphs, tuple(inputs))
         if graphs is None:
@@ -125,6 +130,9 @@ class GraphedStage(WrappedStage):
     def backward(self, index: int, gradients: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
         """Run the backward by a replay; see `Stage.backward`."""
         results = self._backward(self.stage.backward, index, gradients)
+        graphs = self._flights[index].graphs
+        if graphs is not None and self._is_split:
+            graphs.backward_weight()
         self._end(index)
         return results
 
@@ -208,7 +216,7 @@ class GraphedStage(WrappedStage):
             return free.pop()
         stage = self._whole
         wanted = [tensor.is_floating_point() and not stage.is_first for tensor in inputs]
-        way = Pass(stage, partial(last_output, stage), wanted, is_split=layouts[0])
+        way = Pass(stage, partial(last_output, stage), wanted, is_split=self._is_split)
         graphs = self._captures.capture(way, inputs, torch.cuda.graph_pool_handle())
         if graphs is not None:
             self._new_bytes[index] = graphs.num_bytes

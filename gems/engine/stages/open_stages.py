@@ -128,7 +128,7 @@ def open_stages(
         if store is not None and not options.forms:
             segments = _cut(stage, key, options, store, slot)
         elif captures:
-            segments = [(name, _graphed(stage, _captures(key, options)))]
+            segments = [(name, _graphed(stage, key, options))]
         for name, segment in segments:
             by_key[*key, name] = wrap_stage(segment, (*key, name), options.wrappers)
     if store is None:
@@ -172,11 +172,14 @@ def _open_stage(
     return WholeStage(layers, is_first, poll)
 
 
-def _graphed(stage: WholeStage, captures: Captures) -> Stage:
+def _graphed(stage: WholeStage, key: StageKey, options: StageOptions) -> Stage:
+    captures = _captures(key, options)
     if isinstance(stage, StreamedStage):
         # strips do not call the modules, so those that may draw have not run without drawing
         return GraphedStrips(stage, replace(captures, is_drawing=_has_draws))
-    return GraphedStage(stage, captures)
+    actions = options.schedule.rank_schedules[options.rank]
+    is_split = any(each.kind is Kind.I and (each.direction, each.stage) == key for each in actions)
+    return GraphedStage(stage, captures, is_split)
 
 
 def _has_draws(layer: nn.Module) -> bool:
