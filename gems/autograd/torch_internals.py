@@ -6,6 +6,7 @@ itself loads all of them, except for `mem_tracker` and SchemaCheckMode, which ta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -26,6 +27,9 @@ from torch._subclasses.schema_check_mode import SchemaCheckMode
 # torch.autocast(...).__enter__
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast  # torch.autocast(...).__exit__
+
+# torch.autograd.backward, whose own checks take as long again as a small graph
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 # none: count bytes by torch.autograd.graph's hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -59,6 +63,7 @@ __all__ = [
     "lerp_all",
     "mem_tracker",
     "no_python_dispatcher",
+    "run_engine",
     "set_allocator",
     "storage_at",
     "storage_of_weak",
@@ -146,6 +151,20 @@ def storage_at(address: int, num_bytes: int, device: torch.device) -> UntypedSto
     """
     storage: Any = torch._C._construct_storage_from_data_pointer(address, device, num_bytes)
     return cast(UntypedStorage, storage)
+
+
+def run_engine(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+    """Run the backward of a graph from its edges. If it is gone: torch.autograd.backward."""
+    keep_graph = create_graph = False
+    _engine_run_backward(
+        tuple(edges),
+        tuple(gradients),
+        keep_graph,
+        create_graph,
+        (),  # inputs: all leaves
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:

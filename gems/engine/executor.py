@@ -125,14 +125,13 @@ class Executor:
             Kind.STEP: self._reduce_or_step,
         }
         if self.store is not None:
-            handlers[Kind.R] = self._recompute
-            self._copies = {
+            self._copies = {Kind.FREE: self.store.free, Kind.PREFETCH: self.store.prefetch}
+            handlers |= {
+                Kind.R: self._recompute,
                 Kind.OFFLOAD: self.store.offload,
-                Kind.FREE: self.store.free,
-                Kind.PREFETCH: self.store.prefetch,
                 Kind.AWAIT: self.store.await_copy,
+                **dict.fromkeys(self._copies, self._copy),
             }
-            handlers |= dict.fromkeys(self._copies, self._copy)
         return handlers
 
     def run(self, step: int, batch: Batch) -> float:
@@ -247,6 +246,7 @@ class Executor:
             self.router.count_between_segments(self.store.is_counted)
 
     def _copy(self, action: Action) -> None:
+        """Run a copy action that changes what is on the device."""
         self._copies[action.kind](action)
         self._count_between_segments()
 

@@ -124,7 +124,7 @@ class ActivationStore:
         Yields a function that saves a tensor as autograd would.
         """
         table = self._tables[key]
-        save = partial(self._save, table, segment)
+        save = table.save_again if table.is_measured else partial(self._save, table, segment)
         hooks: AbstractContextManager[object] = nullcontext()
         if table.begin_saves():
             hooks = saved_tensors_hooks(save, self.load)

@@ -17,6 +17,7 @@ from gems.autograd.outputs import as_tuple, tensors_in
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.split_backward.layers import SplitLayers
 from gems.autograd.storages import StashMeter, new_bytes, storage_addresses, tensor_bytes
+from gems.autograd.torch_internals import run_engine
 from gems.engine.stage import Loss, Stage, Tensors
 
 # of a forward, and of its backward: a hook after each layer of 1 ms took 4 % of a step
@@ -258,4 +259,4 @@ def run_backward(edges: Sequence[GradientEdge | None], gradients: Sequence[Tenso
         if edge is not None and gradient is not None
     ]
     if pairs:
-        torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+        run_engine([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
