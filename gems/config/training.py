@@ -46,8 +46,8 @@ class TrainConfig:
     )
     cuda_graphs: bool | str = switch(
         False,
-        "capture forward and backward of each stage as CUDA graphs, and replay these; for stages"
-        " without memory policy and strips, others run eagerly; auto: if the device is a GPU",
+        "capture forward and backward of each stage as CUDA graphs, and replay these; what cannot be"
+        " captured runs eagerly; auto: if the device is a GPU",
     )
     evaluate: bool = flag(True, "measure the metrics on the validation split at the end")
     validate_steps: int | None = number(
