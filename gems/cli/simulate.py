@@ -29,7 +29,7 @@ def show_simulation(spec: RunSpec, options: Options) -> int:
     schedule = found.schedule
     if schedule.num_ranks <= MAX_RANK_ROWS and not any(schedule.num_segments):
         print(drawn(schedule, found.costs, found.step, is_profiled=found.run.cost.from_layers))
-    print(_summary(answer, assumed(found), found.confidence))
+    print(_summary(answer, assumed(found), found.confidence, found.launch_costs))
     print(_rank_table(answer))
     return 0
 
@@ -66,7 +66,12 @@ def assumed(found: Prediction) -> str:
     return f"{orders}; activations {' or '.join(['kept', *actions])}; {links}{noise}"
 
 
-def _summary(answer: dict[str, Any], assumptions: str, confidence: Confidence | None) -> str:
+def _summary(
+    answer: dict[str, Any],
+    assumptions: str,
+    confidence: Confidence | None,
+    launch_costs: str | None,
+) -> str:
     low = answer["step_low_s"]
     high = answer["step_high_s"]
     is_in_units = answer["time_unit"] == "unit"
@@ -86,6 +91,7 @@ def _summary(answer: dict[str, Any], assumptions: str, confidence: Confidence | 
     rows = [
         (f"step [{unit}]", step),
         *([] if confidence is None else [("this time is", confidence.words)]),
+        *([] if launch_costs is None else [("launch costs", launch_costs)]),
         *(
             [(f"95 % of steps [{unit}]", f"{low:g} to {high:g} (machine.noise)")]
             if low < high

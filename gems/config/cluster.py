@@ -405,6 +405,33 @@ class MachineConfig:
     efficiency: float = number(
         1.0, "share of the rates that kernels reach, for times of profile=fake", above=0
     )
+    launch_s: float | None = number(
+        None,
+        "host time to launch an operator without CUDA graphs, for times of profile=fake; null:"
+        " times by rates alone",
+        in_run_id=False,
+    )
+    bfloat16_launch_s: float | None = number(
+        None, "machine.launch_s in 16 bits; null: as float32", in_run_id=False
+    )
+    operator_s: float = number(
+        0.0, "least time of an operator on the device, with machine.launch_s", in_run_id=False
+    )
+    operator_efficiency: float | None = number(
+        None, "machine.efficiency with machine.launch_s; null: the same", above=0, in_run_id=False
+    )
+    half_rate_channels: float = number(
+        0.0,
+        "channels with which convolutions and batch norms reach half of the memory's rate, with"
+        " machine.launch_s",
+        in_run_id=False,
+    )
+    bfloat16_half_rate_channels: float | None = number(
+        None, "machine.half_rate_channels in 16 bits; null: as float32", in_run_id=False
+    )
+    launches_from: str | None = text(
+        None, "what machine.launch_s and the keys after it were measured on", in_run_id=False
+    )
     noise: float = number(
         0.0,
         "relative standard deviation of a compute's time, drawn by seed in predictions",
@@ -429,6 +456,16 @@ class MachineConfig:
     def has_gpu(self) -> bool:
         """Whether the device of a rank is a GPU; for auto, whether this node has one."""
         return self.device == "cuda" or (self.device == "auto" and may_have_gpu())
+
+    def launch_costs(self, is_low: bool) -> tuple[float | None, float]:
+        """Return `launch_s` and `half_rate_channels`, of 16 bits if `is_low`."""
+        launch_s = self.launch_s
+        channels = self.half_rate_channels
+        if is_low and self.bfloat16_launch_s is not None:
+            launch_s = self.bfloat16_launch_s
+        if is_low and self.bfloat16_half_rate_channels is not None:
+            channels = self.bfloat16_half_rate_channels
+        return launch_s, channels
 
     @property
     def is_real(self) -> bool:

@@ -48,6 +48,10 @@ _ON_FAKE = (
     "machine.bfloat16_flops_per_s",
     "machine.memory_bytes_per_s",
     "machine.efficiency",
+    *(f"machine.{name}" for name in ("launch_s", "bfloat16_launch_s", "operator_s")),
+    *(f"machine.{name}half_rate_channels" for name in ("", "bfloat16_")),
+    "machine.operator_efficiency",
+    "replays_graphs",
     "profile.whole_model_peak",
 )
 _ON_STRIPS = (

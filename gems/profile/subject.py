@@ -55,6 +55,11 @@ class Subject:
         return captures_graphs(self.train, self.machine.has_gpu) and self.parallel.strips <= 1
 
     @property
+    def replays_graphs(self) -> bool:
+        """Whether actions run as CUDA graphs, each of which the host launches once."""
+        return captures_graphs(self.train, self.machine.has_gpu)
+
+    @property
     def layers(self) -> dict[str, Any]:
         """The model and everything of the data and the run that its layers see, by key."""
         size = self.parallel.micro_batch_size

@@ -178,15 +178,17 @@ def confidence_of(subject: Subject) -> Confidence:
     is_measured = not is_fake(subject.profile) if profile is None else profile.source == "measured"
     device = "" if profile is None else f" on {profile.device}"
     if not is_measured:
+        has_launches = path is None and subject.machine.launch_s is not None
         rates = (
-            f"the rates of machine={subject.machine.name}"
+            f"the rates{' and launch costs' if has_launches else ''} of machine={subject.machine.name}"
             if path is None
             else f"a profile on fake tensors{device}"
         )
         return Confidence(
             False,
             None,
-            f"by {rates}, not compared with any run (profile=measured would time layers)",
+            f"by {rates}, not compared with {'whole runs' if has_launches else 'any run'}"
+            " (profile=measured would time layers)",
         )
     if pace is not None or (profile is not None and FACT in profile.facts):
         return Confidence(True, None, "calibrated by runs on this machine")
@@ -194,6 +196,29 @@ def confidence_of(subject: Subject) -> Confidence:
     alone = f"{low:g} to {high:g} times what its layers take alone{device}"
     words = f"not calibrated for this machine: {alone} (make calibrate)"
     return Confidence(False, UNCALIBRATED, words)
+
+
+def launch_words(subject: Subject) -> str | None:
+    """Return in words the launch costs that predict a step, and their source.
+
+    None if they are unknown, or if the profile is no roofline of this machine.
+    """
+    machine = subject.machine
+    launch_s, channels = machine.launch_costs(
+        subject.train.compute_dtype in ("bfloat16", "float16")
+    )
+    if launch_s is None or subject.profile.path is not None or not is_fake(subject.profile):
+        return None
+    host = (
+        "none of the host (CUDA graphs)"
+        if subject.replays_graphs
+        else f"{launch_s * 1e6:.3g} us of the host"
+    )
+    return (
+        f"an operator takes {host} and at least {machine.operator_s * 1e6:.3g} us of the device, at"
+        f" {machine.operator_efficiency or machine.efficiency:.0%} of its rates, half of that of"
+        f" memory with {channels:.3g} channels; {machine.launches_from or 'no source is given'}"
+    )
 
 
 def noise_of(times_s: np.ndarray) -> float:

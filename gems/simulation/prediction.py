@@ -16,7 +16,7 @@ from gems.schedule.costs import Network, StageCosts
 from gems.schedule.memory import Held, RankMemory, memory_over_time
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import RankTime, Simulation, rank_times
-from gems.simulation.calibration import Confidence, confidence_of
+from gems.simulation.calibration import Confidence, confidence_of, launch_words
 from gems.simulation.costs import RunCosts, counts_units, is_by_layers
 from gems.simulation.jitter import interval_of, median_of, noisy_steps
 
@@ -83,6 +83,11 @@ class Prediction:
             if is_real and is_by_layers(run.cost, run.memory)
             else None
         )
+
+    @property
+    def launch_costs(self) -> str | None:
+        """The launch costs behind the step, in words; None if it has none."""
+        return None if self.confidence is None else launch_words(Subject.of(self.run))
 
     @property
     def peak_bytes(self) -> tuple[float, ...] | None:

@@ -9,11 +9,19 @@ import pytest
 import torch
 from torch import nn
 
+from gems.autograd.torch_internals import FakeTensorMode
 from gems.config.schema import DataConfig, MachineConfig, ModelConfig
 from gems.errors import ConfigError
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.profilers import measured
-from gems.profile.profilers.fake import Rates, Roofline, fake_profile, rates_of, roofline_times
+from gems.profile.profilers.fake import (
+    Operator,
+    Rates,
+    Roofline,
+    fake_profile,
+    rates_of,
+    roofline_times,
+)
 from gems.profile.profilers.incremental import McapDevices, incremental_profile
 from gems.profile.profilers.layer_run import LayerCall
 from gems.profile.profilers.measured import (
@@ -219,6 +227,45 @@ class TestRoofline:
             roofline_times(LayerCall(module, [x], is_first=True), Rates(1.0, 1e30)).input_grad_s
             == 0
         )
+
+    def test_an_operator_takes_its_least_time_and_few_channels_slow_bytes(self) -> None:
+        rates = Rates(1.0, 1.0, launch_s=0.0, operator_s=5.0, half_rate_channels=8.0)
+        assert rates.seconds(3, 4) == 5.0
+        assert rates.seconds(3, 6) == 6.0
+        assert rates.seconds(3, 6, channels=8) == 12.0
+        assert rates.seconds(13, 6, channels=8) == 13.0, "flops are as fast"
+
+    def test_a_pass_waits_for_the_host_or_the_device(self) -> None:
+        operators = [Operator(10, 0), Operator(20, 0), Operator(1, 0)]
+        for launch_s, seconds in ((None, 31.0), (0.0, 31.0), (10.0, 31.0), (11.0, 33.0)):
+            assert Rates(1.0, 1.0, launch_s).pass_s(operators) == seconds
+
+    def test_launches_are_counted_by_pass(self) -> None:
+        """A convolution, a batch norm and a ReLU: two gradients of the first, three of parameters.
+
+        Its forward counts the batches that the norm has seen.
+        """
+        with FakeTensorMode():
+            module = nn.Sequential(nn.Conv2d(8, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU())
+            call = LayerCall(module, [torch.empty(2, 8, 16, 16)])
+            times = roofline_times(call, Rates(1e30, 1e30, launch_s=1.0))
+            channels = roofline_times(call, Rates(1e30, 1.0, 0.0, half_rate_channels=1e6))
+            wide = roofline_times(call, Rates(1e30, 1.0, 0.0))
+        assert (times.forward_s, times.input_grad_s, times.weight_grad_s) == (4.0, 3.0, 4.0)
+        assert times.cheap_s == 3.0
+        norm_and_conv = 4 * (2 * 8 * 16 * 16 + 4 * 8 * 9 + 3 * 2 * 4 * 14 * 14)
+        narrow = channels.forward_s - wide.forward_s
+        assert narrow == pytest.approx(norm_and_conv * 1e6 / 4, rel=1e-2)
+
+    def test_costs_of_launches_count_only_with_a_launch(self) -> None:
+        gpu = MachineConfig(device="cuda", flops_per_s=1e12, bfloat16_flops_per_s=2e12)
+        more = {"operator_s": 1.0, "operator_efficiency": 0.5, "half_rate_channels": 4.0}
+        assert rates_of(replace(gpu, **more), torch.float32) == rates_of(gpu, torch.float32)
+        known = replace(gpu, launch_s=2.0, **more)
+        assert rates_of(known, torch.float32) == Rates(5e11, 5e9, 2.0, 1.0, 4.0)
+        assert rates_of(known, torch.bfloat16) == Rates(1e12, 5e9, 2.0, 1.0, 4.0)
+        low = replace(known, bfloat16_launch_s=3.0, bfloat16_half_rate_channels=0.0)
+        assert rates_of(low, torch.bfloat16) == Rates(1e12, 5e9, 3.0, 1.0, 0.0)
 
     def test_a_dtype_without_a_rate_is_refused(self) -> None:
         with pytest.raises(ConfigError, match=r"machine\.bfloat16_flops_per_s=null: must be given"):

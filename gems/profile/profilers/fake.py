@@ -4,15 +4,19 @@ Fake tensors determine the bytes at any resolution, and the machine's roofline t
 Williams, Waterman, Patterson 2009: a kernel takes at least its operations divided by the machine's
 peak, and at least its bytes divided by the memory bandwidth. Each operation of the layer is one
 kernel that reads its operands and writes its results once; a view takes no time.
+
+If the machine's launch costs are known, a kernel also takes a least time, few channels slow it
+down, and a pass of a layer takes the host at least the time to launch its operators.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,19 +43,63 @@ _ATEN = torch.ops.aten
 _NORMS = {_ATEN.native_batch_norm: 1, _ATEN.native_group_norm: 1, _ATEN.native_layer_norm: 2}
 
 
+# positions of the images of which each channel is computed or summed by itself
+_IMAGES = {
+    _ATEN.convolution: (0,),
+    _CONV_BACKWARD: (0, 1),
+    _ATEN.native_batch_norm: (0,),
+    _ATEN.native_batch_norm_backward: (0, 1),
+}
+# Operators that launch no kernel in a run. Zeros are labels, and gradients that a run gets from the
+# next layer.
+_NOT_LAUNCHED = (
+    torch.ops.prim.device,
+    *(_ATEN.empty, _ATEN.empty_like, _ATEN.new_empty, _ATEN.empty_strided, _ATEN.zeros),
+)
+
+
+class Operator(NamedTuple):
+    """What an operator computes and moves.
+
+    `channels` is the least number of channels of a convolution's or batch norm's images.
+    """
+
+    flops: int
+    moved_bytes: int
+    channels: float = math.inf
+    is_product: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The rates of a machine for one dtype.
+    """The rates of a machine for one dtype, and its launch costs.
 
-    They are floating-point operations, and bytes of device memory moved, per second.
+    They are floating-point operations, and bytes of device memory moved, per second. The host takes
+    `launch_s` to launch an operator, None if unknown. On the device an operator takes at least
+    `operator_s`, and bytes move at half the rate with `half_rate_channels` channels.
     """
 
     flops_per_s: float
     memory_bytes_per_s: float
+    launch_s: float | None = None
+    operator_s: float = 0.0
+    half_rate_channels: float = 0.0
 
-    def seconds(self, flops: float, moved_bytes: float) -> float:
-        """Return the time of one kernel in seconds."""
-        return max(flops / self.flops_per_s, moved_bytes / self.memory_bytes_per_s)
+    def seconds(self, flops: float, moved_bytes: float, channels: float = math.inf) -> float:
+        """Return the time of one operator on the device, in seconds."""
+        slower = 1.0 + self.half_rate_channels / channels
+        return max(
+            flops / self.flops_per_s,
+            slower * moved_bytes / self.memory_bytes_per_s,
+            self.operator_s,
+        )
+
+    def pass_s(self, operators: Sequence[Operator]) -> float:
+        """Return the time of operators in a row, which the host launches ahead of the device."""
+        device_s = sum(
+            self.seconds(each.flops, each.moved_bytes, each.channels) for each in operators
+        )
+        return max(device_s, len(operators) * (self.launch_s or 0.0))
 
 
 def rates_of(machine: MachineConfig, dtype: Dtype) -> Rates:
@@ -77,47 +125,62 @@ def rates_of(machine: MachineConfig, dtype: Dtype) -> Rates:
         peak = machine.bfloat16_flops_per_s
     if dtype is torch.float64:
         peak = machine.float64_flops_per_s or peak / 2
-    return Rates(peak * machine.efficiency, machine.memory_bytes_per_s * machine.efficiency)
+    if machine.launch_s is None:
+        return Rates(peak * machine.efficiency, machine.memory_bytes_per_s * machine.efficiency)
+    share = machine.operator_efficiency or machine.efficiency
+    launch_s, channels = machine.launch_costs(dtype in (torch.bfloat16, torch.float16))
+    return Rates(
+        peak * share, machine.memory_bytes_per_s * share, launch_s, machine.operator_s, channels
+    )
 
 
 class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A counter of the cost of the operations inside a `with` block.
-
-    It counts flops, bytes moved, seconds, and the seconds of matrix products.
-    """
+    """A record of the operators inside a `with` block, and of what they cost."""
 
     def __init__(self, rates: Rates) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._rates = rates
-        self.flops = 0
-        self.moved_bytes = 0
-        self.seconds = 0.0
-        self.product_seconds = 0.0
+        self.operators: list[Operator] = []
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of all operators."""
+        return sum(each.flops for each in self.operators)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of device memory that all operators move."""
+        return sum(each.moved_bytes for each in self.operators)
+
+    @property
+    def seconds(self) -> float:
+        """Time of all operators."""
+        return self._rates.pass_s(self.operators)
+
+    @property
+    def cheap_seconds(self) -> float:
+        """Time of the operators without matrix products."""
+        return self._rates.pass_s([each for each in self.operators if not each.is_product])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if _is_view(func):
-            return result
         packet = func._overloadpacket
+        # Without launch costs, times stay as they were when they were compared with runs.
+        is_launched = self._rates.launch_s is None or packet not in _NOT_LAUNCHED
+        if _is_view(func) or not is_launched:
+            return result
+        channels = _channels(packet, args, result)
         if packet is _CONV_BACKWARD:
             for flops, moved in _conv_backward_parts(args, result):
-                self._add(flops, moved)
+                self.operators.append(Operator(flops, moved, channels))
             return result
         flops = (
             flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
         )
-        seconds = self._add(flops, _moved_bytes([args, *kwargs.values(), result]))
-        if is_matmul(func):
-            self.product_seconds += seconds
+        moved = _moved_bytes([args, *kwargs.values(), result])
+        self.operators.append(Operator(flops, moved, channels, is_matmul(func)))
         return result
-
-    def _add(self, flops: int, moved_bytes: int) -> float:
-        seconds = self._rates.seconds(flops, moved_bytes)
-        self.flops += flops
-        self.moved_bytes += moved_bytes
-        self.seconds += seconds
-        return seconds
 
 
 def roofline_times(call: LayerCall, rates: Rates) -> Times:
@@ -133,17 +196,23 @@ def roofline_times(call: LayerCall, rates: Rates) -> Times:
             run()
         return found
 
+    if rates.launch_s is not None:
+        give_gradients(call.module)  # which a run adds to, an operator for each parameter
     forward, backward = call.forward_and_backward(count)
     with call.without_weight_gradients():
         input_grad_s = call.forward_and_backward(count)[1].seconds
     weight_grad_s = max(0.0, backward.seconds - input_grad_s)
     return Times(
-        forward.seconds,
-        input_grad_s,
-        weight_grad_s,
-        forward.seconds,
-        forward.seconds - forward.product_seconds,
+        forward.seconds, input_grad_s, weight_grad_s, forward.seconds, forward.cheap_seconds
     )
+
+
+def _channels(packet: Any, args: tuple[Any, ...], result: Any) -> float:
+    """Return the least number of channels of a convolution's or batch norm's images."""
+    images = [args[place] for place in _IMAGES.get(packet, ())]
+    if packet is _ATEN.convolution:
+        images.append(result)
+    return min((image.shape[1] for image in images), default=math.inf)
 
 
 def _conv_backward_parts(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -31,6 +32,8 @@ def take(subject: Subject) -> ModelProfile:
     """
     profile = subject.profile
     machine = subject.machine
+    if subject.replays_graphs and machine.launch_s is not None:
+        machine = replace(machine, launch_s=0.0, bfloat16_launch_s=0.0)
     run = (
         subject.model,
         subject.data,
