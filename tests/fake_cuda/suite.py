@@ -85,7 +85,7 @@ PARTS = (
     _mpi("memory", **DIRECTLY),
     _mpi("memory", "bits_and_bytes and (resnet or unet) and 1f1b", **LATE),
     _mpi("memory", "bits_and_bytes and 1f1b", **NCCL),
-    _mpi("memory", "bits_and_bytes", **GRAPHS),
+    _mpi("memory", "bits_and_bytes and not list_found", **GRAPHS),
     _mpi("resume"),
     _mpi("resume", **GRAPHS),
     _mpi("training"),

@@ -172,7 +172,8 @@ def test_bits_and_bytes(comm, network, schedule, policy):
         assert 0.8 * predicted < train.activations.peak_bytes <= predicted
     else:
         assert train.activations.peak_bytes == predicted
-    assert train.activations.held_bytes == 0
+    if not spec.train.cuda_graphs:  # whose slots stay
+        assert train.activations.held_bytes == 0
     if made.schedule.has_copies:
         assert rank.train.store is not None
         counters = rank.train.store.counters
