@@ -168,6 +168,7 @@ def _memory_rows(metrics: Metrics, trace: Trace) -> list[Row]:
     rows: list[Row] = []
     for name, peaks in (
         ("device ledger", metrics.peak_device_bytes),
+        ("reserved by the allocator", metrics.peak_reserved_bytes),
         ("driver", metrics.peak_driver_bytes),
         ("resident", metrics.peak_rss_bytes),
     ):

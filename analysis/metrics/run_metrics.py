@@ -40,6 +40,8 @@ class Metrics:
             B, or of I and W together.
         peak_device_bytes: Most bytes held on the device: the allocator's peak on a GPU and the
             simulation's own, else the ledger's when an action ended.
+        peak_reserved_bytes: Most bytes that the allocator of a GPU has taken from the driver, with
+            what it holds free between allocations.
         peak_rss_bytes: Largest resident memory of the process, from samples.
         peak_driver_bytes: Largest device memory in use as reported by the driver, from samples.
         joules_per_image: Energy of the ranks' GPUs in the counted steps over their images, from
@@ -62,6 +64,7 @@ class Metrics:
     forward_s: float | None
     backward_s: float | None
     peak_device_bytes: tuple[int | None, ...]
+    peak_reserved_bytes: tuple[int | None, ...]
     peak_rss_bytes: tuple[int | None, ...]
     peak_driver_bytes: tuple[int | None, ...]
     joules_per_image: float | None
@@ -115,6 +118,10 @@ def run_metrics(trace: Trace) -> Metrics:
         forward_s=forward_s,
         backward_s=backward_s,
         peak_device_bytes=_device_peaks(trace),
+        peak_reserved_bytes=tuple(
+            None if peak < 0 else int(peak)
+            for peak in trace.attributes.get("peak_reserved_bytes", [-1] * trace.world_size)
+        ),
         peak_rss_bytes=_peaks(trace.samples, "rss_bytes", trace.world_size),
         peak_driver_bytes=_peaks(trace.samples, "device_bytes", trace.world_size),
         joules_per_image=energy_j / num_images if energy_j is not None and num_images else None,

@@ -111,6 +111,7 @@ def _peaks(metrics: Metrics) -> list[Figure]:
     found = []
     for name, peaks in (
         ("peak on a device", metrics.peak_device_bytes),
+        ("reserved by the allocator", metrics.peak_reserved_bytes),
         ("peak by the driver", metrics.peak_driver_bytes),
         ("peak resident memory", metrics.peak_rss_bytes),
     ):

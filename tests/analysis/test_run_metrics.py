@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from analysis.cli.summary import summary_table
 from analysis.io.load import load_trace
 from analysis.io.run_config import RunFacts, run_facts
 from analysis.metrics.run_metrics import Metrics, run_metrics, step_times_s
@@ -336,3 +338,12 @@ def test_the_allocators_peak_goes_before_the_ledgers(simulate: Callable[..., Tra
     counted = run_metrics(trace).peak_device_bytes
     trace.attributes["peak_allocated_bytes"] = [1 << 40, -1]
     assert run_metrics(trace).peak_device_bytes == (1 << 40, counted[1])
+
+
+def test_reserved_memory_is_shown_beside_allocated_memory(simulate: Callable[..., Trace]) -> None:
+    trace = simulate(partitions=2)
+    assert run_metrics(trace).peak_reserved_bytes == (None, None)
+    trace.attributes["peak_reserved_bytes"] = [3 << 30, -1]
+    assert run_metrics(trace).peak_reserved_bytes == (3 << 30, None)
+    table = summary_table(run_metrics(trace), trace, {})
+    assert re.search(r"peak, reserved by the allocator \[GiB\] +3\.\d* on rank 0", table)
