@@ -142,10 +142,12 @@ def _slot_bytes(
     """Return the activation bytes of a rank's CUDA graphs, which never go back.
 
     Without a memory policy they are all of its activations: the sum over its stages, in each
-    direction, of the number of slots (`assign_slots`) and the bytes of one (`Spans.slot`). Under a
-    policy they come on top of what the store holds: one slot of the largest segment, which all
-    segments of the rank share. That is a bound where the gradient of a segment's input is a view of
-    another gradient in a layout of its own.
+    direction, of the number of slots (`assign_slots`) and the bytes of one (`Spans.slot`). What a
+    split backward leaves for W is in the pools of slots, and not counted; where it is more than a
+    slot, the first micro-batches, which run eagerly, hold it. Under a policy they come on top of
+    what the store holds: one slot of the largest segment, which all segments of the rank share.
+    That is a bound where the gradient of a segment's input is a view of another gradient in a
+    layout of its own.
     """
     slot = profile_storages(profile).spans.slot
     spans = {stage: stage_storages(profile, plan, schedule, stage).spans_of for _, stage in held}

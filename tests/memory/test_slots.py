@@ -83,7 +83,7 @@ def test_no_two_live_values_share_a_slot_and_none_is_spare(
 
 
 @pytest.mark.parametrize("name", GENERATED)
-def test_every_schedule_has_as_many_slots_as_micro_batches_in_flight(name: str) -> None:
+def test_every_schedule_has_slots_for_all_stages(name: str) -> None:
     schedule = lower(generate(name, 4, 8))
     for rank in range(4):
         check(schedule, rank)
