@@ -45,12 +45,12 @@ class Captures:
     told: set[str] = field(default_factory=set)
     is_refused: bool = False
 
-    def capture(self, way: Pass, sample: Sequence[Tensor], pool: Any) -> LayerGraphs | None:
+    def capture(self, source: Pass, sample: Sequence[Tensor], pool: Any) -> LayerGraphs | None:
         """Return the graphs of a forward and its backward, or None if there can be none."""
-        if not self.may_capture(way.stage.modules):
+        if not self.may_capture(source.stage.modules):
             return None
         try:
-            return LayerGraphs.capture(way, sample, pool)
+            return LayerGraphs.capture(source, sample, pool)
         except NotCapturedError as error:
             self.refuse(str(error))
             return None
@@ -121,7 +121,7 @@ class GraphedStage(WrappedStage):
         outputs = graphs.forward(inputs)
         if loss is None:
             return as_tuple(outputs)
-        flight.loss = LossPass.forward(loss, outputs, graphs.way.flags)
+        flight.loss = LossPass.forward(loss, outputs, graphs.source.flags)
         return (flight.loss.value,)
 
     def recompute(self, index: int, loss: Loss | None = None) -> None:
@@ -161,8 +161,8 @@ class GraphedStage(WrappedStage):
             return self.stage.infer(inputs)
         graphs = self._inferred[1]
         if graphs is None:
-            way = Pass(self._whole, self.stage.infer, [False] * len(inputs))
-            graphs = self._captures.capture(way, inputs, torch.cuda.graph_pool_handle())
+            source = Pass(self._whole, self.stage.infer, [False] * len(inputs))
+            graphs = self._captures.capture(source, inputs, torch.cuda.graph_pool_handle())
             self._inferred = layouts, graphs
         return self.stage.infer(inputs) if graphs is None else graphs.forward(inputs)
 
@@ -216,8 +216,8 @@ class GraphedStage(WrappedStage):
             return free.pop()
         stage = self._whole
         wanted = [tensor.is_floating_point() and not stage.is_first for tensor in inputs]
-        way = Pass(stage, partial(last_output, stage), wanted, is_split=self._is_split)
-        graphs = self._captures.capture(way, inputs, torch.cuda.graph_pool_handle())
+        source = Pass(stage, partial(last_output, stage), wanted, is_split=self._is_split)
+        graphs = self._captures.capture(source, inputs, torch.cuda.graph_pool_handle())
         if graphs is not None:
             self._new_bytes[index] = graphs.num_bytes
         return graphs

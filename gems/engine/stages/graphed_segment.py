@@ -146,7 +146,7 @@ class GraphedSegment(StoredSegment):
         else:
             value = self._keep(index, graphs, inputs, outputs, loss)
             self._slot.take()
-        flags = graphs.way.flags
+        flags = graphs.source.flags
         return self._pass_on(index, as_tuple(outputs if value is None else value), flags)
 
     def recompute(self, index: int, loss: Loss | None = None) -> None:
@@ -176,8 +176,8 @@ class GraphedSegment(StoredSegment):
         layouts = (is_split, wanted, *layouts_of(inputs))
         if layouts not in self._graphs:
             self._slot.take()
-            way = Pass(self, partial(last_output, self), wanted, self._number == 0, is_split)
-            graphs = self._graphs[layouts] = self._captures.capture(way, inputs, self._slot.pool)
+            source = Pass(self, partial(last_output, self), wanted, self._number == 0, is_split)
+            graphs = self._graphs[layouts] = self._captures.capture(source, inputs, self._slot.pool)
             if graphs is not None:
                 graphs.disown()
                 self._slot.grow(graphs.num_bytes)
@@ -218,12 +218,12 @@ class GraphedSegment(StoredSegment):
                 static, live = tensors[address]
                 kept.saved.append((static, save(live)))
             if loss is not None:
-                kept.loss = LossPass.forward(loss, outputs, graphs.way.flags)
-        if graphs.way.is_split:  # W needs them too
+                kept.loss = LossPass.forward(loss, outputs, graphs.source.flags)
+        if graphs.source.is_split:  # W needs them too
             _spill(spilled)
             spilled = []
         self._slot.hold(kept, partial(_spill, spilled))
-        self._stash[index] = Stash(kept, (), _ReplayedWeights() if graphs.way.is_split else None)
+        self._stash[index] = Stash(kept, (), _ReplayedWeights() if graphs.source.is_split else None)
         return None if kept.loss is None else kept.loss.value
 
     def _backward(

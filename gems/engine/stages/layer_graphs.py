@@ -120,6 +120,7 @@ class LayerGraphs:
     tensors: micro-batches in flight have pools of their own, or their tensors are moved out.
 
     Attributes:
+        source: The pass that is captured.
         pool: The handle of the memory pool.
         inputs: What F reads.
         outputs: What it writes, in the structure that the layers return.
@@ -132,7 +133,7 @@ class LayerGraphs:
         memory: After `disown`, the saved storages and those that W reads, as bytes by address.
     """
 
-    way: Pass
+    source: Pass
     pool: Any
     inputs: Tensors = ()
     outputs: Any = None
@@ -147,7 +148,7 @@ class LayerGraphs:
     _mixed: list[Mixed] = field(default_factory=list)
 
     @classmethod
-    def capture(cls, way: Pass, sample: Sequence[Tensor], pool: Any) -> LayerGraphs:
+    def capture(cls, source: Pass, sample: Sequence[Tensor], pool: Any) -> LayerGraphs:
         """Capture the actions for inputs like `sample`, and compare them with the layers.
 
         The layers run once eagerly on the sample before the capture, and once by a replay after it.
@@ -156,8 +157,8 @@ class LayerGraphs:
         Raises:
             NotCapturedError: An action cannot be captured, or its replay differs.
         """
-        modules = way.stage.modules
-        made = cls(way, pool, _mixed=mixed_layers(way.stage))
+        modules = source.stage.modules
+        made = cls(source, pool, _mixed=mixed_layers(source.stage))
         buffers = list(modules.buffers())
         gradients = [each.grad for each in modules.parameters() if each.grad is not None]
         before = copies([*buffers, *gradients])
@@ -168,13 +169,13 @@ class LayerGraphs:
             outputs = layers.forward([tensor.detach().clone() for tensor in sample])
             forward = copies([*tensors_in(outputs), *buffers])
             found = layers.backward([_ramp(each) for each in _floating(outputs)])
-            if way.is_split:
+            if source.is_split:
                 layers.backward_weight()
             backward = copies([*(each for each in found if each is not None), *gradients])
             restore([*buffers, *gradients], before)
             return forward, backward
 
-        eager = play(way)
+        eager = play(source)
         made._capture_all(sample)
         replayed = play(made)
         for name, mine, wanted in zip(("F", made._backward_kind), replayed, eager, strict=True):
@@ -238,15 +239,15 @@ class LayerGraphs:
 
     @property
     def _backward_kind(self) -> Kind:
-        return Kind.I if self.way.is_split else Kind.B
+        return Kind.I if self.source.is_split else Kind.B
 
     def _replay(self, kind: Kind) -> None:
         if kind in self._graphs:  # layers without gradients have only F
             self._graphs[kind].replay()
 
     def _capture_all(self, sample: Sequence[Tensor]) -> None:
-        way = self.way
-        modules = way.stage.modules
+        source = self.source
+        modules = source.stage.modules
         fixed = [*modules.parameters(), *modules.buffers(), *low_copies(modules)]
         known = storage_addresses(fixed)
         for_weights: list[Tensor] = []  # held, so that I writes nothing to their addresses
@@ -254,22 +255,22 @@ class LayerGraphs:
         def save(tensor: Tensor) -> Tensor:
             if not tensor._is_zerotensor() and address_of(tensor) not in known:
                 self.saved |= sizes_of([tensor])
-                if way.is_split:
+                if source.is_split:
                     for_weights.append(tensor)
             return tensor
 
-        stage, pool = way.stage, self.pool
+        stage, pool = source.stage, self.pool
         with (
             capturing(stage, pool, Kind.F) as self._graphs[Kind.F],
             saved_tensors_hooks(save, lambda tensor: tensor),
         ):
             self.inputs = tuple(torch.empty_like(tensor) for tensor in sample)
-            self.outputs = way.forward(self.inputs)
+            self.outputs = source.forward(self.inputs)
         held = self.saved | sizes_of([*self.inputs, *tensors_in(self.outputs)])
         self.num_bytes = sum(held.values())
         flags = [
             flag
-            for flag, tensor in zip(way.flags, tensors_in(self.outputs), strict=True)
+            for flag, tensor in zip(source.flags, tensors_in(self.outputs), strict=True)
             if tensor.is_floating_point()
         ]
         self.output_gradients = [None] * len(flags)
@@ -281,16 +282,16 @@ class LayerGraphs:
                 torch.empty_like(output) if flag else None
                 for flag, output in zip(flags, _floating(self.outputs), strict=True)
             ]
-            self.input_gradients = way.backward(self.output_gradients)
+            self.input_gradients = source.backward(self.output_gradients)
         received = [each for each in self.output_gradients if each is not None]
         made = [each for each in self.input_gradients if each is not None]
         self.num_bytes += sum((sizes_of(received) | sizes_of(made)).values())
-        if way.deferred is not None:
-            kept = sizes_of(way.deferred.tensors())
+        if source.deferred is not None:
+            kept = sizes_of(source.deferred.tensors())
             self.read_by_weights = {where: kept[where] for where in kept.keys() - known}
             for_weights.clear()
             with capturing(stage, pool, Kind.W) as self._graphs[Kind.W]:
-                way.backward_weight()
+                source.backward_weight()
 
 
 @contextmanager
