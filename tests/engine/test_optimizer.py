@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from gems.autograd.mixed import Mixed
 from gems.config.recipe import OptimizerConfig
 from gems.engine.optimization.lamb import Lamb
 from gems.engine.optimization.optimizer import build_optimizer
@@ -119,6 +120,21 @@ def test_lamb_changes_each_parameter_as_if_it_were_alone(dtype, weight_decay):
         for optimizer in optimizers:
             optimizer.step()
         assert all(map(torch.equal, together, alone))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_low_copies_follow_weights_that_a_fused_optimizer_changes(name):
+    """Its kernels leave the versions of the weights, by which the copies see a change."""
+    layer = nn.Linear(3, 2)
+    mixed = Mixed(layer, torch.bfloat16)
+    numbered = [NumberedLayer(0, "layer", layer)]
+    optimizer = build_optimizer(OptimizerConfig(name, lr=0.5, kwargs={"fused": True}), numbered, 1)
+    before = mixed.copy(layer, "weight").detach().clone()
+    for parameter in layer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    low = mixed.copy(layer, "weight")
+    assert torch.equal(low, layer.weight.bfloat16()) and not torch.equal(low, before)
 
 
 def test_a_rank_that_trains_nothing_steps():

@@ -46,7 +46,9 @@ STAGING = "transport/staging.py"
 RECORDER = "supervision/recorder.py"
 DEVICE_PY = "engine/device.py"
 LOADER = "engine/batch_loader.py"
-GRAPHS = "stages/graphed.py"
+GRAPHS = "stages/layer_graphs.py"
+STRIPS = "stages/graphed_strips.py"
+INTERNALS = "autograd/torch_internals.py"
 SUM = "optimization/gradient_sum.py"
 MUTANTS = [
     Mutant(
@@ -175,9 +177,12 @@ MUTANTS = [
         ".wait_stream(self._streams[1])",
         "finish",
     ),
-    Mutant("graphs", torch.Tensor, "copy_", GRAPHS, "static.data.copy_(tensor)", "_replay_forward"),
-    Mutant("graphs", torch.Tensor, "copy_", GRAPHS, "static.data.copy_(gradient)", "_backward"),
-    Mutant("graphs", Mixed, "refresh", GRAPHS, "mixed.refresh()", "_replay_forward"),
+    Mutant("graphs", torch.Tensor, "copy_", GRAPHS, "static.data.copy_(tensor)", "forward"),
+    Mutant("graphs", torch.Tensor, "copy_", GRAPHS, "static.copy_(gradient)", "backward"),
+    Mutant("graphs", Mixed, "refresh", GRAPHS, "mixed.refresh()", "forward"),
+    Mutant("spilled_graphs", torch, "_foreach_copy_", INTERNALS, "_foreach_copy_(", "copy_all"),
+    Mutant("spilled_graphs", CudaCopier, "wait", STORE, "self._copier.wait(copy)", "_free"),
+    Mutant("graphs_of_strips", torch.Tensor, "copy_", STRIPS, "static.data.copy_(tensor)", "_put"),
     Mutant("graphs", Arrival, "take", LOADER, "arrivals[m].take()", "<lambda>"),
     Mutant("recorded_times", Recorder, "synchronize", RECORDER, "self.synchronize()", "end_step"),
 ]

@@ -83,9 +83,24 @@ def trained(schedule: str, has_graphs: bool, steps: int = 4, **changes: object) 
 
 def graphs() -> Numbers:
     """Train with CUDA graphs, and return also how many were launched: fewer if a replay differed."""
+    return _counted("zb_h1", train__precision="bf16_mixed")
+
+
+def spilled_graphs() -> Numbers:
+    """Train with graphs whose activations leave for host memory."""
+    memory = MemoryConfig("vdnn_all", asynchronous=True, min_offload_bytes=0)
+    return _counted("1f1b", memory=memory)
+
+
+def graphs_of_strips() -> Numbers:
+    """Train with graphs of strips."""
+    return _counted("1f1b", parallel__strips=2, model__norm="ghost_batch")
+
+
+def _counted(schedule: str, **changes: object) -> Numbers:
     before = native().counts().get("graph launches", 0)
     computing = torch.cuda.current_stream()
-    found = trained("zb_h1", True, train__precision="bf16_mixed")
+    found = trained(schedule, True, **changes)
     torch.cuda.set_stream(computing)
     return [*found, torch.tensor(native().counts()["graph launches"] - before)]
 
@@ -276,5 +291,7 @@ WORKLOADS: dict[str, Callable[[], Numbers]] = {
         checkpoints,
         recorded_times,
         graphs,
+        spilled_graphs,
+        graphs_of_strips,
     )
 }

@@ -137,15 +137,15 @@ def test_a_case_of_the_gpu_s_runs_in_every_way(monkeypatch):
     monkeypatch.setattr(memory_gpu, "gpu_machine", lambda **rates: "machine=cpu model.depth=8")
     monkeypatch.setattr(memory_gpu, "PROFILE", "profile=fake")
     monkeypatch.setattr(memory_gpu, "BATCH", 2)
-    monkeypatch.setitem(
-        memory_gpu.OURS, "plan", "memory=plan memory.target_reduction=0.1 memory.budget_s=1"
-    )
+    half = "memory=plan memory.target_reduction=0.1 memory.budget_s=1"
+    ours = {"keep": "memory=keep", "plan, graphs": f"{half} {memory_gpu.GRAPHS}"}
+    monkeypatch.setattr(memory_gpu, "OURS", ours)
     row = memory_gpu.compare_ways("resnet20_v1", SIDE_OF_RUN, rounds=1, rates={})
     ways = row["ways"]
-    assert set(ways) == {"keep", "plan", "plain", "save_on_cpu", "torchtune", "checkpoint"}
+    assert set(ways) == {*ours, "plain", "save_on_cpu", "torchtune", "checkpoint"}
     assert "not installed" in ways["torchtune"]["refused"]
     assert ways["keep"]["overhead"] == ways["keep"]["saved"] == 0
-    assert ways["plan"]["saved"] == 1 - 200 / 100
+    assert ways["plan, graphs"]["saved"] == 1 - 200 / 100
     assert all(found["step_s"] > 0 for way, found in ways.items() if way != "torchtune")
 
 

@@ -52,7 +52,15 @@ def build_optimizer(
             "optimizer.target", target, f"must give a torch Optimizer, gives {type(made).__name__}"
         )
     _refuse_coupled(made, target)
+    made.register_step_post_hook(_count_changes)
     return made
+
+
+def _count_changes(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Let the versions of parameters tell that they have changed, which fused kernels do not."""
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            torch.autograd.graph.increment_version(group["params"])
 
 
 def _may_be_fused(kwargs: Mapping[str, Any], groups: Iterable[Mapping[str, Any]]) -> bool:
