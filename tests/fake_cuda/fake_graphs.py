@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -15,14 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from gems.config.schema import MemoryConfig
+from gems.engine.batch_loader import BatchLoader
 from gems.engine.device import use_own_stream
+from gems.engine.rank import Rank
 from gems.engine.stages import graphed_segment
 from gems.engine.stages.graphed import Captures, GraphedStage
 from gems.engine.stages.whole import WholeStage
+from gems.engine.transport.mpi import world
+from gems.plan.evaluate import evaluate
 from gems.schedule.action import Kind
 from tests.fake_cuda.load import native
 from tests.fake_cuda.workloads import trained
 from tests.helpers.device import DEVICE
+from tests.helpers.toys import make_spec
 
 IN_FLIGHT = 3
 ROUNDS = 4
@@ -267,6 +273,36 @@ def test_other_policies_run_eagerly_and_are_named_once(policy, reason, caplog):
     assert [each.getMessage() for each in caplog.records] == [
         f"train.cuda_graphs has no effect: {reason}"
     ]
+
+
+WATCHED = {
+    "keep": {},
+    "recompute": {"memory": POLICIES["recompute"]},
+    "strips": {"parallel__strips": 2, "model__norm": "frozen_batch"},
+}
+
+
+@pytest.mark.parametrize("case", WATCHED)
+def test_watched_layers_run_eagerly(case):
+    """So that the layer is named at which a loss stopped being finite."""
+    spec = make_spec("1f1b", 1, train__cuda_graphs=True, train__steps=4, **WATCHED[case])
+    rank = Rank.open(evaluate(spec).for_ranks, world(), DEVICE)
+    loader = BatchLoader.open(rank.plan, rank.comm, DEVICE)
+    rank.stages.set_training(True)
+    for step in range(3):
+        rank.train.run(step, loader.batch(step))
+    before = launches()
+    assert before > 0
+    seen = []
+    with ExitStack() as watches:
+        for layer in rank.stages.layers:
+            hook = layer.module.register_forward_hook(lambda *_: seen.append("module"))
+            watches.callback(hook.remove)
+        for stage in rank.train.stages.values():
+            watches.enter_context(stage.watched(lambda name, made: seen.append(name)))
+        rank.train.run(3, loader.batch(3))
+    loader.close()
+    assert seen and launches() == before
 
 
 def _ends_early(stage: GraphedStage) -> None:

@@ -94,7 +94,11 @@ PARTS = (
     _mpi("draws"),
     _mpi("zoo"),
     _mpi("strips", "mixed_precision_computes and (resnet or unet)"),
-    _mpi("strips", "trains_as_one and (gems_master or 1f1b) and not (frozen or alexnet)", **GRAPHS),
+    _mpi(
+        "strips",
+        "not_finite or (trains_as_one and (gems_master or 1f1b) and not (frozen or alexnet))",
+        **GRAPHS,
+    ),
     _mpi("placed"),
     _mpi("transport"),
     Part("commands", ("tests/fake_cuda/fake_commands.py",), num_ranks=1),

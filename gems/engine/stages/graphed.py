@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -102,7 +101,6 @@ class GraphedStage(WrappedStage):
         self._flights: dict[int, _Flight] = {}
         self._new_bytes: dict[int, int | None] = {}  # of slots made; None: the index runs eagerly
         self._inferred: tuple[Layouts, LayerGraphs | None] = (), None
-        self._is_watched = False
 
     def forward(
         self,
@@ -156,7 +154,7 @@ class GraphedStage(WrappedStage):
         """
         weights = (each.data_ptr() for each in self.stage.modules.parameters())
         layouts = (self.stage.modules.training, *layouts_of(inputs), *weights)
-        if layouts != self._inferred[0] or self._is_watched or self._captures.is_refused:
+        if layouts != self._inferred[0] or self._whole.is_watched or self._captures.is_refused:
             self._inferred = layouts, None
             return self.stage.infer(inputs)
         graphs = self._inferred[1]
@@ -165,16 +163,6 @@ class GraphedStage(WrappedStage):
             graphs = self._captures.capture(source, inputs, torch.cuda.graph_pool_handle())
             self._inferred = layouts, graphs
         return self.stage.infer(inputs) if graphs is None else graphs.forward(inputs)
-
-    @contextmanager
-    def watched(self, watch: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
-        """Run the layers eagerly, so that hooks of the modules see their outputs."""
-        self._is_watched = True
-        try:
-            with self.stage.watched(watch):
-                yield
-        finally:
-            self._is_watched = False
 
     def still_read(self, index: int) -> set[int]:
         """Return the addresses that `backward_weight` will read; a replay reads its slot only."""
@@ -209,7 +197,7 @@ class GraphedStage(WrappedStage):
         """Return a free slot, or a new one; None if the micro-batch must run eagerly."""
         self._new_bytes[index] = None
         free = self._free.get(layouts)
-        if free is None or self._is_watched or self._captures.is_refused:
+        if free is None or self._whole.is_watched or self._captures.is_refused:
             return None
         if free:
             self._new_bytes[index] = 0

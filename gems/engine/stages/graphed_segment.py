@@ -170,7 +170,7 @@ class GraphedSegment(StoredSegment):
         self._slot.empty()
 
     def _graphs_for(self, inputs: Sequence[Tensor], is_split: bool) -> LayerGraphs | None:
-        if not self._has_run or self._captures.is_refused:
+        if not self._has_run or self._captures.is_refused or self._whole.is_watched:
             return None
         wanted = self._wanted(inputs)
         layouts = (is_split, wanted, *layouts_of(inputs))

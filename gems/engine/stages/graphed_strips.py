@@ -186,7 +186,7 @@ class GraphedStrips(WrappedStage):
     def _take(self, is_split: bool) -> _Slot | None:
         if is_split:
             self._captures.refuse("weight gradients of strips are computed apart")
-        if self._free is None or self._captures.is_refused:
+        if self._free is None or self._captures.is_refused or self._streamed.is_watched:
             return None
         if self._free:
             return self._free.pop()

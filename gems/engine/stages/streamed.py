@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,9 +120,11 @@ class StreamedStage(InStrips):
         self._stash[index] = Stash(tuple(inputs), (), deferred)
         return () if loss is not None else self._given_on(strip, outputs)
 
-    def watched(self, watch: Callable[[str, tuple[Any, ...]], None]) -> AbstractContextManager[Any]:
+    @contextmanager
+    def watched(self, watch: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
         """Pass the outputs of the operations of each strip to `watch`."""
-        return self.form.watched(watch)
+        with super().watched(watch), self.form.watched(watch):
+            yield
 
     def brought_bytes(self, index: int) -> int:
         """Return the bytes that forward of a strip added.

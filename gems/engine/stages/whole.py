@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +42,7 @@ class WholeStage(Stage):
     def __init__(self, modules: nn.ModuleList, is_first: bool, poll: Callable[[], None]) -> None:
         self.modules = modules
         self.stash_bytes: int | None = None
+        self.is_watched = False
         self.is_first = is_first
         self.poll = poll
         self._stash: dict[int, Stash] = {}
@@ -105,9 +106,14 @@ class WholeStage(Stage):
     def recompute(self, index: int, loss: Loss | None = None) -> None:
         """Do nothing: forward has kept its graph."""
 
-    def watched(self, watch: Callable[[str, tuple[Any, ...]], None]) -> AbstractContextManager[Any]:
+    @contextmanager
+    def watched(self, watch: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
         """Pass nothing: hooks of the modules see their outputs."""
-        return nullcontext()
+        self.is_watched = True
+        try:
+            yield
+        finally:
+            self.is_watched = False
 
     def still_read(self, index: int) -> set[int]:
         """Return the addresses of the storages of the deferred weight gradients."""
