@@ -123,7 +123,7 @@ class MemoryPlan:
     def can_be_captured(self) -> bool:
         """Whether segments may run as CUDA graphs, which save all that layers save, or nothing."""
         choices = {segment.choice for segments in self.stages for segment in segments}
-        return Choice.SELECTIVE not in choices and not self.only_conv_inputs
+        return Choice.SELECTIVE not in choices
 
     def joined(self) -> MemoryPlan:
         """Return the plan with neighbouring kept segments in one.

@@ -112,5 +112,5 @@ def test_gradients_have_the_order_of_their_weights(comm: Comm) -> None:
     for parameter in module.parameters():
         assert parameter.grad is not None and parameter.grad.stride() == parameter.stride()
     wanted = sum(float(parameter.grad.double().square().sum()) for parameter in module.parameters())
-    assert gradients.squared_norm() == pytest.approx(wanted)
+    assert float(gradients.squared_norm()) == pytest.approx(wanted)
     transport.close()

@@ -118,10 +118,10 @@ class ActivationStore:
     @contextmanager
     def saved_tensor_hooks(
         self, key: MicroBatchKey, segment: int
-    ) -> Iterator[Callable[[Tensor], SavedTensor]]:
+    ) -> Iterator[Callable[..., SavedTensor]]:
         """Store what autograd saves inside a block for the backward of a segment, and count it.
 
-        Yields a function that saves a tensor as autograd would.
+        Yields a function that saves a tensor as autograd would, and is told whether it may leave.
         """
         table = self._tables[key]
         save = table.save_again if table.is_measured else partial(self._save, table, segment)
@@ -274,16 +274,22 @@ class ActivationStore:
             and tensor.device == self._device
         )
 
-    def _save(self, table: SavedTensorTable, segment: int, tensor: Tensor) -> SavedTensor:
+    def may_leave(self) -> bool:
+        """Return whether the policy moves what is saved now, however small it is."""
+        return self._convolutions is None or self._convolutions.is_running
+
+    def _save(
+        self, table: SavedTensorTable, segment: int, tensor: Tensor, may_leave: bool | None = None
+    ) -> SavedTensor:
         if table.is_measured:
             return table.save_again(tensor)
         with self._lock:
             if not self._is_managed(table, tensor):
                 return table.save_unmanaged(tensor)
             if table.input_bytes is None:
-                is_movable = tensor.untyped_storage().nbytes() >= self._min_offload_bytes and (
-                    self._convolutions is None or self._convolutions.is_running
-                )
+                may_leave = self.may_leave() if may_leave is None else may_leave
+                is_large = tensor.untyped_storage().nbytes() >= self._min_offload_bytes
+                is_movable = is_large and may_leave
             else:  # the inputs of a stage; the profile knows only their sum
                 is_movable = table.input_bytes >= self._min_offload_bytes
             before = table.trail.saved_bytes

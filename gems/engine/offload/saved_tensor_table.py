@@ -330,8 +330,8 @@ class SavedTensorTable:
         self.trail.saves[-1].append(None)
         return SavedTensor(tensor)
 
-    def save_again(self, tensor: Tensor) -> SavedTensor:
-        """Save a tensor as in the trail; one that is not there stays."""
+    def save_again(self, tensor: Tensor, may_leave: bool | None = None) -> SavedTensor:
+        """Save a tensor as in the trail, which knows what may leave; one that is not there stays."""
         place = next(self._places, None)
         if place is not None:
             memory = tensor.untyped_storage()

@@ -176,7 +176,14 @@ class GraphedSegment(StoredSegment):
         layouts = (is_split, wanted, *layouts_of(inputs))
         if layouts not in self._graphs:
             self._slot.take()
-            source = Pass(self, partial(last_output, self), wanted, self._number == 0, is_split)
+            source = Pass(
+                self,
+                partial(last_output, self),
+                wanted,
+                is_complete=self._number == 0,
+                is_split=is_split,
+                may_leave=self._store.may_leave,
+            )
             graphs = self._graphs[layouts] = self._captures.capture(source, inputs, self._slot.pool)
             if graphs is not None:
                 graphs.disown()
@@ -216,7 +223,7 @@ class GraphedSegment(StoredSegment):
                     tensors[address] = static, torch.empty_like(static)
                     spilled.append(tensors[address])
                 static, live = tensors[address]
-                kept.saved.append((static, save(live)))
+                kept.saved.append((static, save(live, address in graphs.movable)))
             if loss is not None:
                 kept.loss = LossPass.forward(loss, outputs, graphs.source.flags)
         if graphs.source.is_split:  # W needs them too

@@ -45,6 +45,7 @@ class Pass:
         wanted: Whether each input gets a gradient.
         is_complete: Whether an input without a gradient gets zeros, as those of a stage do.
         is_split: Whether weight gradients are computed apart, by `backward_weight`.
+        may_leave: Tells whether a memory policy may move what is saved now.
         flags: Whether each output has a gradient.
         deferred: What `backward_weight` will run.
     """
@@ -54,6 +55,7 @@ class Pass:
     wanted: Sequence[bool]
     is_complete: bool = True
     is_split: bool = False
+    may_leave: Callable[[], bool] = lambda: True
     flags: tuple[bool, ...] = ()
     deferred: DeferredGradients | None = None
     _entry: SegmentInput | None = None
@@ -127,6 +129,7 @@ class LayerGraphs:
         output_gradients: What B or I reads.
         input_gradients: What it writes.
         saved: The storages that F leaves for the backward.
+        movable: Those of them that a memory policy may move.
         read_by_weights: Those that I leaves for W.
         is_unchanged: Whether the layers leave each input as it is.
         num_bytes: The bytes of all of these.
@@ -140,6 +143,7 @@ class LayerGraphs:
     output_gradients: Gradients = ()
     input_gradients: Gradients = ()
     saved: Sizes = field(default_factory=dict)
+    movable: set[int] = field(default_factory=set)
     read_by_weights: Sizes = field(default_factory=dict)
     is_unchanged: tuple[bool, ...] = ()
     num_bytes: int = 0
@@ -255,6 +259,8 @@ class LayerGraphs:
         def save(tensor: Tensor) -> Tensor:
             if not tensor._is_zerotensor() and address_of(tensor) not in known:
                 self.saved |= sizes_of([tensor])
+                if source.may_leave():
+                    self.movable.add(address_of(tensor))
                 if source.is_split:
                     for_weights.append(tensor)
             return tensor

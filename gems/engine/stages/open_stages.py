@@ -199,10 +199,7 @@ def _may_capture(options: StageOptions) -> bool:
     reasons = {
         "the device is no GPU": options.device.type != "cuda",
         "strips are moved or recomputed": bool(options.forms) and _needs_store(options.schedule),
-        "recomputation is selective": plan is not None
-        and any(each.choice is Choice.SELECTIVE for stage in plan.stages for each in stage),
-        "what convolutions read is moved, and nothing else": plan is not None
-        and plan.only_conv_inputs,
+        "recomputation is selective": plan is not None and not plan.can_be_captured,
     }
     why = [reason for reason, is_so in reasons.items() if is_so]
     if why and options.rank == 0:
