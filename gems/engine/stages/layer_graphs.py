@@ -180,6 +180,7 @@ class LayerGraphs:
             return forward, backward
 
         eager = play(source)
+        torch.cuda.empty_cache()  # no capture can, and the pool needs what eager runs have freed
         made._capture_all(sample)
         replayed = play(made)
         for name, mine, wanted in zip(("F", made._backward_kind), replayed, eager, strict=True):
