@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,14 @@ def memory_report(rank: Rank, profile: Path | None = None) -> dict[str, Any]:
     layers are those whose backward cannot be split.
 
     Without segments and CUDA graphs, peaks are predicted from the stages' measured sizes. Otherwise
-    they are predicted from the profile that the run was planned with, or from a fake profile. Peaks
-    of strips are predicted on fake tensors.
+    they are predicted from the profile that the run was planned with, or from a fake profile, if
+    the layers run on fake tensors. Peaks of strips are predicted on fake tensors.
     """
     is_in_strips = rank.plan.schedule.num_strips > 1
+    predicted = None
     if rank.train.store is not None or is_in_strips or _is_captured(rank):
         predicted = _bytes_from_profile(rank, profile)
-    else:
+    if predicted is None:
         predicted = _bytes_from_stages(rank)
     counted = tuple(allgather(rank.comm, rank.train.activations.peak_bytes))
     return {
@@ -69,37 +71,44 @@ def _bytes_from_stages(rank: Rank) -> tuple[int, ...]:
     return of_pipeline * rank.plan.spec.parallel.replicas
 
 
-def _bytes_from_profile(rank: Rank, path: Path | None) -> tuple[int, ...]:
+def _bytes_from_profile(rank: Rank, path: Path | None) -> tuple[int, ...] | None:
     """Return each rank's peak by walking its schedule over a profile; collective.
 
-    In strips, the profile of the strips is used.
+    In strips, the profile of the strips is used. None if the layers do not run on fake tensors.
     """
+    found = None
+    if rank.comm.rank == 0:
+        with suppress(RuntimeError):  # a value that fake tensors lack, such as a count of batches
+            found = _walked(rank, path)
+    of_pipeline: tuple[int, ...] | None = broadcast(rank.comm, found)
+    return None if of_pipeline is None else of_pipeline * rank.plan.spec.parallel.replicas
+
+
+def _walked(rank: Rank, path: Path | None) -> tuple[int, ...] | None:
     spec = rank.plan.spec
     schedule = rank.plan.schedule
     boundaries = rank.stages.of_model.boundaries
-    found: tuple[int, ...] | None = None
-    if rank.comm.rank == 0:
-        plan = rank.plan.memory_plan or _kept(rank)
-        strips = None
-        if schedule.num_strips > 1:
-            strips = strips_of(Subject.of(spec), boundaries)
-            plan = plan.between(range(len(boundaries)))
-            profile = stages_as_layers(strips)
-        elif path is not None and path.exists():
-            profile = read_document(path)
-        else:
-            size = spec.parallel.micro_batch_size
-            dtype = spec.train.layer_dtype
-            profile = fake_profile(spec.model, spec.data, size, dtype, spec.machine)
-        profile = profile.captured(_is_captured(rank))
-        optimizer = OPTIMIZERS[optimizer_name(spec.train, spec.optimizer)]
-        walked = (
-            rank_timeline(profile, plan, schedule, rank, optimizer, strips)
-            for rank in range(schedule.num_ranks)
-        )
-        found = tuple(rank.peak_activation_bytes for rank in walked)
-    of_pipeline: tuple[int, ...] = broadcast(rank.comm, found)
-    return of_pipeline * spec.parallel.replicas
+    plan = rank.plan.memory_plan or _kept(rank)
+    strips = None
+    if schedule.num_strips > 1:
+        strips = strips_of(Subject.of(spec), boundaries)
+        plan = plan.between(range(len(boundaries)))
+        profile = stages_as_layers(strips)
+    elif path is not None and path.exists():
+        profile = read_document(path)
+    else:
+        size = spec.parallel.micro_batch_size
+        dtype = spec.train.layer_dtype
+        profile = fake_profile(spec.model, spec.data, size, dtype, spec.machine)
+    if plan.boundaries[-1] != profile.num_layers:
+        return None  # the stages are those of a graph, which cuts layers apart
+    profile = profile.captured(_is_captured(rank))
+    optimizer = OPTIMIZERS[optimizer_name(spec.train, spec.optimizer)]
+    walked = (
+        rank_timeline(profile, plan, schedule, rank, optimizer, strips)
+        for rank in range(schedule.num_ranks)
+    )
+    return tuple(rank.peak_activation_bytes for rank in walked)
 
 
 def _is_captured(rank: Rank) -> bool:
