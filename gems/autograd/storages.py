@@ -10,12 +10,16 @@ import torch
 from torch import Tensor, UntypedStorage
 
 
-def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the storages of tensors, each storage counted once."""
-    storages = {
+def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return the bytes of the storages of tensors by address."""
+    return {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
     }
-    return sum(storages.values())
+
+
+def tensor_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the storages of tensors, each storage counted once."""
+    return sum(storage_sizes(tensors).values())
 
 
 def storage_addresses(tensors: Iterable[Tensor]) -> set[int]:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from gems.engine.stages.wrappers import WrappedStage
 _log = logging.getLogger(__name__)
 
 Layouts = tuple[Any, ...]
+Made = TypeVar("Made")
 
 
 @dataclass(slots=True)
@@ -48,8 +49,14 @@ class Captures:
         """Return the graphs of a forward and its backward, or None if there can be none."""
         if not self.may_capture(source.stage.modules):
             return None
+        return self.attempt(partial(LayerGraphs.capture, source, sample, pool))
+
+    def attempt(self, call: Callable[[], Made]) -> Made | None:
+        """Return what a capture or a comparison gives, or refuse; None after a refusal."""
+        if self.is_refused:
+            return None
         try:
-            return LayerGraphs.capture(source, sample, pool)
+            return call()
         except NotCapturedError as error:
             self.refuse(str(error))
             return None

@@ -27,8 +27,10 @@ from gems.engine.stages.layer_graphs import (
     LossPass,
     Pass,
     address_of,
+    copies,
     last_output,
     layouts_of,
+    restore,
 )
 from gems.engine.stages.stored import StoredSegment
 from gems.engine.stages.whole import Stash
@@ -159,9 +161,9 @@ class GraphedSegment(StoredSegment):
         inputs = [self._store.load(tensor) for tensor in pending.inputs]
         self._slot.take()
         buffers = list(self.modules.buffers())  # norms have counted the first run
-        before = [buffer.clone() for buffer in buffers]
+        before = copies(buffers)
         outputs = pending.graphs.forward(inputs)
-        copy_all([buffer.data for buffer in buffers], before)
+        restore(buffers, before)
         self._keep(index, pending.graphs, inputs, outputs, loss)
 
     def reset(self) -> None:

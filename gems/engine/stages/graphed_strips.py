@@ -16,10 +16,10 @@ from gems.engine.stages.graphed import Captures
 from gems.engine.stages.layer_graphs import (
     Gradients,
     LossPass,
-    NotCapturedError,
     capturing,
+    compare,
     copies,
-    is_close,
+    floating_flags,
     mixed_layers,
     restore,
 )
@@ -92,11 +92,7 @@ class _Slot:
     def receive(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Run the backward of the loss, and return the gradients of the outputs that want one."""
         assert self.loss is not None
-        floating = [
-            flag
-            for flag, tensor in zip(self.flags, tensors_in(self.outputs), strict=True)
-            if tensor.is_floating_point()
-        ]
+        floating = floating_flags(self.flags, self.outputs)
         found = zip(self.loss.backward(gradients), floating, strict=True)
         wanted = [gradient for gradient, flag in found if flag]
         _put(self.output_gradients, wanted)
@@ -237,7 +233,7 @@ class GraphedStrips(WrappedStage):
                 own.outputs = self.stage.forward(place, own.inputs, end)
             replayed.extend(copies([*self._replay_forward(slot, strip, rows), *buffers]))
 
-        self._try(capture)
+        self._captures.attempt(capture)
         restore(buffers, before)
         watch = loss if loss is None or not replayed else partial(slot.watch, loss)
         results: Tensors = self.stage.forward(index, rows, watch)
@@ -265,21 +261,14 @@ class GraphedStrips(WrappedStage):
             restore(state, before)
             replayed.extend(copies([*self._replay_backward(slot, strip), *state]))
 
-        self._try(capture)
+        self._captures.attempt(capture)
         restore(state, eager)
         self._compare(Kind.B, replayed, [*results[0], *eager])
         return results
 
-    def _try(self, capture: Callable[[], None]) -> None:
-        if not self._captures.is_refused:
-            try:
-                capture()
-            except NotCapturedError as error:
-                self._captures.refuse(str(error))
-
     def _compare(self, kind: Kind, replayed: Sequence[Tensor], eager: Sequence[Tensor]) -> None:
-        if replayed and not all(map(is_close, replayed, eager)):
-            self._captures.refuse(f"the replay of {kind} differs from the same action run eagerly")
+        if replayed:
+            self._captures.attempt(partial(compare, kind, replayed, eager))
 
 
 def _end(value: Tensor, gradients: Callable[..., Any], outputs: Sequence[Tensor]) -> Tensor:

@@ -6,7 +6,7 @@ One replay launches all kernels of an action, where eager torch waits for Python
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from gems.autograd.mixed import Mixed, low_copies, mixed_of
 from gems.autograd.outputs import map_tensors, tensors_in
 from gems.autograd.split_backward.deferred import DeferredGradients
-from gems.autograd.storages import storage_addresses, tensor_over
-from gems.autograd.torch_internals import end_capture_memory, storage_at
+from gems.autograd.storages import storage_addresses, storage_sizes, tensor_bytes, tensor_over
+from gems.autograd.torch_internals import copy_all, end_capture_memory, storage_at
 from gems.engine.offload.host_copies import as_bytes
 from gems.engine.stage import Loss, Tensors
 from gems.engine.stages.segment_input import SegmentInput
@@ -65,7 +65,7 @@ class Pass:
         """Run the layers, which may change the inputs, and return their outputs, detached."""
         self._entry, values = SegmentInput.enter(inputs, self.wanted)
         self.deferred = DeferredGradients() if self.is_split else None
-        with self._deferring():
+        with self.stage.deferring_to(self.deferred):
             outputs = self.run(values)
         tensors = list(tensors_in(outputs))
         self.flags = tuple(tensor.requires_grad for tensor in tensors)
@@ -75,7 +75,7 @@ class Pass:
     def backward(self, gradients: Gradients) -> Gradients:
         """Take the gradients of floating-point outputs, and return those of the inputs."""
         assert self._entry is not None
-        with self._deferring():
+        with self.stage.deferring_to(self.deferred):
             run_backward(self._edges, gradients)
         return self._entry.gradients(self.is_complete)
 
@@ -83,9 +83,6 @@ class Pass:
         """Add the weight gradients that were deferred."""
         assert self.deferred is not None
         self.deferred.run(self.stage.poll)
-
-    def _deferring(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.deferred is None else self.stage.deferring_to(self.deferred)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +181,7 @@ class LayerGraphs:
         made._capture_all(sample)
         replayed = play(made)
         for name, mine, wanted in zip(("F", made._backward_kind), replayed, eager, strict=True):
-            if not all(map(is_close, mine, wanted)):
-                raise NotCapturedError(
-                    f"the replay of {name} differs from the same action run eagerly"
-                )
+            compare(name, mine, wanted)
         made.is_unchanged = tuple(map(torch.equal, made.inputs, sample))
         return made
 
@@ -259,7 +253,7 @@ class LayerGraphs:
 
         def save(tensor: Tensor) -> Tensor:
             if not tensor._is_zerotensor() and address_of(tensor) not in known:
-                self.saved |= sizes_of([tensor])
+                self.saved |= storage_sizes([tensor])
                 if source.may_leave():
                     self.movable.add(address_of(tensor))
                 if source.is_split:
@@ -273,13 +267,9 @@ class LayerGraphs:
         ):
             self.inputs = tuple(torch.empty_like(tensor) for tensor in sample)
             self.outputs = source.forward(self.inputs)
-        held = self.saved | sizes_of([*self.inputs, *tensors_in(self.outputs)])
+        held = self.saved | storage_sizes([*self.inputs, *tensors_in(self.outputs)])
         self.num_bytes = sum(held.values())
-        flags = [
-            flag
-            for flag, tensor in zip(source.flags, tensors_in(self.outputs), strict=True)
-            if tensor.is_floating_point()
-        ]
+        flags = floating_flags(source.flags, self.outputs)
         self.output_gradients = [None] * len(flags)
         if not any(flags):
             return
@@ -292,9 +282,9 @@ class LayerGraphs:
             self.input_gradients = source.backward(self.output_gradients)
         received = [each for each in self.output_gradients if each is not None]
         made = [each for each in self.input_gradients if each is not None]
-        self.num_bytes += sum((sizes_of(received) | sizes_of(made)).values())
+        self.num_bytes += tensor_bytes([*received, *made])
         if source.deferred is not None:
-            kept = sizes_of(source.deferred.tensors())
+            kept = storage_sizes(source.deferred.tensors())
             self.read_by_weights = {where: kept[where] for where in kept.keys() - known}
             for_weights.clear()
             with capturing(stage, pool, Kind.W) as self._graphs[Kind.W]:
@@ -328,6 +318,22 @@ def capturing(stage: WholeStage, pool: Any, kind: Kind) -> Iterator[torch.cuda.C
     graph.capture_end()
 
 
+def compare(name: str, replayed: Sequence[Tensor], eager: Sequence[Tensor]) -> None:
+    """Compare what a replay of an action gave with what an eager run gave, up to rounding.
+
+    Raises:
+        NotCapturedError: They differ.
+    """
+    if not all(map(_is_close, replayed, eager)):
+        raise NotCapturedError(f"the replay of {name} differs from the same action run eagerly")
+
+
+def floating_flags(flags: Sequence[bool], outputs: Any) -> list[bool]:
+    """Return the flags of those outputs that are of a floating-point type."""
+    pairs = zip(flags, tensors_in(outputs), strict=True)
+    return [flag for flag, tensor in pairs if tensor.is_floating_point()]
+
+
 def layouts_of(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
     """Return what tensors must have in common to be the inputs of the same graphs."""
     return tuple((each.shape, each.stride(), each.dtype) for each in tensors)
@@ -336,11 +342,6 @@ def layouts_of(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
 def address_of(tensor: Tensor) -> int:
     """Return the address of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()
-
-
-def sizes_of(tensors: Iterable[Tensor]) -> Sizes:
-    """Return the bytes of the storages of tensors by address."""
-    return {address_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 def mixed_layers(stage: WholeStage) -> list[Mixed]:
@@ -389,12 +390,11 @@ def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 def restore(tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
     """Put the values of copies back."""
-    for tensor, copy in zip(tensors, copies, strict=True):
-        tensor.data.copy_(copy)  # as kernels of norms do, which count no change of their statistics
+    # by `data`, as kernels of norms do, which count no change of their statistics
+    copy_all([tensor.data for tensor in tensors], list(copies))
 
 
-def is_close(one: Tensor, other: Tensor) -> bool:
-    """Return whether a replay gave what an eager run gave, up to rounding."""
+def _is_close(one: Tensor, other: Tensor) -> bool:
     if not other.is_floating_point():
         return torch.equal(one, other)
     wide = other.double()

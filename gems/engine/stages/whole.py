@@ -143,11 +143,6 @@ class WholeStage(Stage):
         self._stash.clear()
         self._deferred.clear()
 
-    def forget(self, index: int) -> None:
-        """Drop a micro-batch whose backward will not run."""
-        self._stash.pop(index, None)
-        self._deferred.pop(index, None)
-
     def infer(self, inputs: Sequence[Tensor]) -> Any:
         """Run the layers for evaluation, keep nothing, and return the output of the last layer."""
         with torch.no_grad():
