@@ -35,7 +35,7 @@ from gems.engine.transport.mpi import Comm, allgather
 from gems.errors import ConfigError
 from gems.plan.rank_plan import RankPlan
 from gems.schedule.action import Kind
-from gems.streaming.row_rules import even_ends
+from gems.streaming.axis_rules import even_ends
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 Requests = Sequence[tuple[int, ReadRequest]]  # one step's requests: micro-batches, then strips

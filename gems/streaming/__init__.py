@@ -1,8 +1,8 @@
-"""Modules that take an image in strips of rows, exactly: a library for torch, of no use of gems.
+"""Modules that take an image in strips or blocks, exactly: a library for torch, of no use of gems.
 
 `stream` makes such a module of any other. Inside, a module is traced into operations (`trace`),
-each of which runs on the rows that are there (`operations`), by a plan of the rows of each strip
-(`row_plan`). Nothing is imported until it is used.
+each of which runs on what is there of the map (`operations`), by a plan of each axis (`axis_plan`)
+and of their product (`block_plan`). Nothing is imported until it is used.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""The tensors that hold rows.
+"""The tensors that hold the blocks of a value.
 
-Written once, shared by all that reads them, with the rows carried in front.
-All readers of a value's rows in a strip get aliases of one tensor, from one function of autograd
-that adds their gradients up. What is saved for backward is that tensor, once: the rows that a strip
-keeps are copied to the next, and no others.
+Written once, shared by all that reads them, with what is carried from earlier blocks beside it. All
+readers of a value in a block get aliases of one tensor, from one function of autograd that adds
+their gradients up. What is saved for backward is that tensor, once: what a block keeps is copied to
+the next, and nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,97 +34,111 @@ _FROM_OUTPUT: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], 
 }
 
 
+Sizes = tuple[int, ...]  # along each streamed axis, like the offsets below
+
+
+class Patch(NamedTuple):
+    """A part of a tensor: where it begins along each axis, and its sizes."""
+
+    offsets: Sizes
+    sizes: Sizes
+
+
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Rows to write at a row and channel: `how`, and the sources.
+    """What to write at a patch and a channel: `how`, and the sources.
 
-    A source is its number and the first of its rows. "copy" and "cat" take one source, "add" adds
-    two, others are an activation of one.
+    A source is its number and the offsets of what is taken of it. "copy" and "cat" take one source,
+    "add" adds two, others are an activation of one.
     """
 
     how: str
-    sources: tuple[tuple[int, int], ...]
-    row: int
-    rows: int
+    sources: tuple[tuple[int, Sizes], ...]
+    patch: Patch
     channel: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A tensor of rows: its shape, dimensions of rows and channels, writes, and aliases.
+    """A tensor: its shape, dimensions of the axes and of channels, writes, and aliases.
 
-    An alias is (row, rows). Rows that nothing is written to are zeros.
+    `inside` is the patch inside the map; the rest is zeros.
     """
 
     shape: tuple[int, ...]
-    dim: int
+    dims: tuple[int, ...]
     channel_dim: int
     writes: tuple[Write, ...]
-    aliases: tuple[tuple[int, int], ...]
+    aliases: tuple[Patch, ...]
+    inside: Patch
+
+    @property
+    def whole(self) -> Patch:
+        """The patch that is all of the tensor."""
+        return Patch((0,) * len(self.dims), tuple(self.shape[dim] for dim in self.dims))
+
+    def cut(self, tensor: Tensor, patch: Patch) -> Tensor:
+        """Return a patch of a tensor with the same dimensions."""
+        for dim, offset, size in zip(self.dims, *patch, strict=True):
+            if tensor.shape[dim] != size:
+                tensor = tensor.narrow(dim, offset, size)
+        return tensor
 
 
-class _Rows(Function):
-    """Write rows and return the aliases."""
+class _Blocks(Function):
+    """Write a tensor and return the aliases."""
 
     @staticmethod
     def forward(ctx: Any, layout: Layout, *sources: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.layout, ctx.rows = layout, tuple(source.shape[layout.dim] for source in sources)
-        ctx.channels = tuple(source.shape[layout.channel_dim] for source in sources)
-        dim = layout.dim
+        ctx.layout, ctx.shapes = layout, tuple(source.shape for source in sources)
         whole = _as_it_is(layout, sources)
         if whole is None:
-            order = (
-                torch.channels_last if _is_channels_last(sources[-1]) else torch.contiguous_format
-            )
             like = sources[-1]
+            order = torch.channels_last if _is_channels_last(like) else torch.contiguous_format
             whole = torch.empty(
                 layout.shape, dtype=_dtype(sources), device=like.device, memory_format=order
             )
-            written = 0
+            _fill_outside(layout, whole)
             for write in layout.writes:
                 _write(write, whole, sources, layout)
-                written += write.rows if not write.channel else 0
-            if written < layout.shape[dim]:
-                _fill_rest(layout, whole)
         acted = [write for write in layout.writes if write.how in _FROM_OUTPUT]
         ctx.save_for_backward(*([whole] if acted else []))
-        return tuple(whole.narrow(dim, row, rows).detach() for row, rows in layout.aliases)
+        return tuple(layout.cut(whole, patch).detach() for patch in layout.aliases)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         layout: Layout = ctx.layout
         total = _sum(layout, gradients)
         if total is None:
-            return (None,) * (1 + len(ctx.rows))
+            return (None,) * (1 + len(ctx.shapes))
         whole = ctx.saved_tensors[0] if ctx.saved_tensors else None
-        found: list[list[tuple[int, Tensor]]] = [[] for _ in ctx.rows]
+        found: list[list[tuple[Sizes, Tensor]]] = [[] for _ in ctx.shapes]
         for write in layout.writes:
-            part = total.narrow(layout.dim, write.row, write.rows)
+            part = layout.cut(total, write.patch)
             if write.how in _FROM_OUTPUT:
                 assert whole is not None
-                part = _FROM_OUTPUT[write.how][1](
-                    part, whole.narrow(layout.dim, write.row, write.rows)
-                )
-            for source, row in write.sources:
+                part = _FROM_OUTPUT[write.how][1](part, layout.cut(whole, write.patch))
+            for source, taken in write.sources:
                 own = part
                 if write.channel is not None:
-                    own = part.narrow(layout.channel_dim, write.channel, ctx.channels[source])
-                found[source].append((row, own))
+                    channels = ctx.shapes[source][layout.channel_dim]
+                    own = part.narrow(layout.channel_dim, write.channel, channels)
+                found[source].append((taken, own))
         needed = ctx.needs_input_grad[1:]
         return (
             None,
             *(
-                _joined(parts, rows, layout.dim) if is_needed else None
-                for parts, rows, is_needed in zip(found, ctx.rows, needed, strict=True)
+                _joined(layout, parts, shape) if is_needed else None
+                for parts, shape, is_needed in zip(found, ctx.shapes, needed, strict=True)
             ),
         )
 
 
-_apply: Callable[..., tuple[Tensor, ...]] = _Rows.apply
+_apply: Callable[..., tuple[Tensor, ...]] = _Blocks.apply
 
 
-def write_rows(layout: Layout, sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def write_blocks(layout: Layout, sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the aliases of a tensor that is written as `layout` says."""
     return _apply(layout, *sources)
 
@@ -132,15 +146,19 @@ def write_rows(layout: Layout, sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def _as_it_is(layout: Layout, sources: Sequence[Tensor]) -> Tensor | None:
     """Return a source that is all of the tensor already."""
     if len(layout.writes) == 1 and layout.writes[0].how == "copy":
-        source = sources[layout.writes[0].sources[0][0]]
-        if layout.writes[0].rows == layout.shape[layout.dim] == source.shape[layout.dim]:
+        write = layout.writes[0]
+        source = sources[write.sources[0][0]]
+        if write.patch == layout.whole and source.shape == torch.Size(layout.shape):
             return source
     return None
 
 
 def _write(write: Write, whole: Tensor, sources: Sequence[Tensor], layout: Layout) -> None:
-    into = whole.narrow(layout.dim, write.row, write.rows)
-    taken = [sources[source].narrow(layout.dim, row, write.rows) for source, row in write.sources]
+    into = layout.cut(whole, write.patch)
+    taken = [
+        layout.cut(sources[source], Patch(offsets, write.patch.sizes))
+        for source, offsets in write.sources
+    ]
     if write.channel is not None:
         into = into.narrow(layout.channel_dim, write.channel, taken[0].shape[layout.channel_dim])
     if write.how == "add":
@@ -151,49 +169,50 @@ def _write(write: Write, whole: Tensor, sources: Sequence[Tensor], layout: Layou
         into.copy_(taken[0])
 
 
-def _fill_rest(layout: Layout, whole: Tensor) -> None:
-    spans = sorted({(write.row, write.row + write.rows) for write in layout.writes})
-    at = 0
-    for begin, end in [*spans, (layout.shape[layout.dim],) * 2]:
-        if begin > at:
-            whole.narrow(layout.dim, at, begin - at).zero_()
-        at = max(at, end)
+def _fill_outside(layout: Layout, whole: Tensor) -> None:
+    """Set what is outside the map to zero: slabs before and after it along each axis."""
+    for dim, begin, size in zip(layout.dims, *layout.inside, strict=True):
+        for first, last in ((0, begin), (begin + size, layout.shape[dim])):
+            if first < last:
+                whole.narrow(dim, first, last - first).zero_()
 
 
 def _sum(layout: Layout, gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the sum of the aliases' gradients, each at its rows."""
+    """Return the sum of the aliases' gradients, each at its patch."""
     parts = [
-        (row, rows, gradient)
-        for (row, rows), gradient in zip(layout.aliases, gradients, strict=True)
-        if gradient is not None and rows
+        (patch, gradient)
+        for patch, gradient in zip(layout.aliases, gradients, strict=True)
+        if gradient is not None and gradient.numel()
     ]
     if not parts:
         return None
-    parts.sort(key=lambda part: -part[1])
-    _, rows, first = parts[0]
-    if rows == layout.shape[layout.dim]:
+    parts.sort(key=lambda part: -part[1].numel())
+    patch, first = parts[0]
+    if patch == layout.whole:
         if len(parts) == 1:
             return first
         total = first.clone()
         parts = parts[1:]
     else:
         total = first.new_zeros(layout.shape)
-    for row, rows, gradient in parts:
-        total.narrow(layout.dim, row, rows).add_(gradient)
+    for patch, gradient in parts:
+        layout.cut(total, patch).add_(gradient)
     return total
 
 
-def _joined(parts: Sequence[tuple[int, Tensor]], rows: int, dim: int) -> Tensor | None:
-    """Return the gradient of a source from those of its rows; rows that nothing reads have none."""
+def _joined(
+    layout: Layout, parts: Sequence[tuple[Sizes, Tensor]], shape: Sequence[int]
+) -> Tensor | None:
+    """Return the gradient of a source from those of its parts; what nothing reads has none."""
     if not parts:
         return None
-    if len(parts) == 1 and parts[0][1].shape[dim] == rows:
-        return parts[0][1]
-    shape = list(parts[0][1].shape)
-    shape[dim] = rows
-    total = parts[0][1].new_zeros(shape)
-    for row, part in parts:
-        total.narrow(dim, row, part.shape[dim]).add_(part)
+    like = parts[0][1]
+    if len(parts) == 1 and like.shape == shape:
+        return like
+    total = like.new_zeros(shape)
+    for offsets, part in parts:
+        sizes = tuple(part.shape[dim] for dim in layout.dims)
+        layout.cut(total, Patch(offsets, sizes)).add_(part)
     return total
 
 

@@ -27,14 +27,14 @@ _MASK = 2**63 - 1
 
 
 class Streamed(nn.Module):
-    """A module that computes what `module` computes, in strips of rows.
+    """A module that computes what `module` computes, in strips of rows or in blocks.
 
-    Forward keeps the inputs, and of each strip the rows that the next one needs. Backward runs the
+    Forward keeps the inputs, and of each strip what later ones need. Backward runs the
     strips again, last to first, so that the activations of a single strip are held at a time. The
     parameters are those of `module`, in the mode and with the values that they have at the time.
     """
 
-    def __init__(self, module: nn.Module, takes: Sequence[Boundary], divisions: int) -> None:
+    def __init__(self, module: nn.Module, takes: Sequence[Boundary], grid: Sequence[int]) -> None:
         """Take the module and the shapes of its inputs.
 
         Raises:
@@ -43,7 +43,7 @@ class Streamed(nn.Module):
         super().__init__()
         self.module = module
         self._takes = tuple(takes)
-        self._divisions = divisions
+        self._grid = tuple(grid)
         self._forms: dict[tuple[bool, ...], StripStage] = {}
         self._form()
 
@@ -75,21 +75,26 @@ class Streamed(nn.Module):
         if mode not in self._forms:
             named = [(type(self.module).__name__, self.module)]
             with torch.enable_grad():
-                self._forms[mode] = StripStage(named, self._takes, self._divisions)
+                self._forms[mode] = StripStage(named, self._takes, self._grid)
         return self._forms[mode]
 
 
 def stream(
-    module: nn.Module, sample: Tensor | Sequence[Tensor], divisions: int, check: bool = True
+    module: nn.Module,
+    sample: Tensor | Sequence[Tensor],
+    divisions: int | Sequence[int],
+    check: bool = True,
 ) -> Streamed:
-    """Return a module that computes `module` in strips of rows, exactly, in less memory.
+    """Return a module that computes `module` part by part, exactly, in less memory.
 
     Args:
         module: Any module of convolutions, poolings, activations and other operations of known
             rows. Norms need statistics that do not depend on the image.
-        sample: A tensor (N, C, H, W) like the input, or several. Only shapes and types are read, so
-            it may be on the meta device. Inputs of other than four dimensions are taken whole.
-        divisions: The number of strips.
+        sample: A tensor (N, C, H, W) or (N, C, D, H, W) like the input, or several. Only shapes and
+            types are read, so it may be on the meta device. Other inputs are taken whole.
+        divisions: The number of strips along the first axis, or the numbers of parts along each:
+            [rows, columns], or [depth, rows, columns]. Memory for what strips keep grows with their
+            number; with blocks it grows with the border between blocks.
         check: Whether to compare outputs, gradients and buffers with those of the module, in
             float64 on a small image of random numbers.
 
@@ -97,15 +102,16 @@ def stream(
         StreamingError: The module or the sample cannot be divided, or the results differ.
     """
     samples = (sample,) if isinstance(sample, Tensor) else tuple(sample)
-    heights = [each.shape[2] for each in samples if each.dim() == 4]
-    if not heights or not 1 <= divisions <= min(heights):
+    grid = (divisions,) if isinstance(divisions, int) else tuple(divisions)
+    images = [each for each in samples if _is_divided(each, grid)]
+    if not grid or not images or not _fits(images, grid):
         raise StreamingError(
             f"divisions={divisions} of {_listed([(tuple(each.shape),) for each in samples])}",
-            "give images (N, C, H, W), and a number of strips from 1 to H",
+            "give images (N, C, H, W) or (N, C, D, H, W), and from 1 part of an axis to its size",
         )
-    streamed = Streamed(module, _boundaries(samples, divisions), divisions)
+    streamed = Streamed(module, _boundaries(samples, grid), grid)
     if check:
-        _check(module, samples, divisions)
+        _check(module, samples, grid)
     return streamed
 
 
@@ -131,12 +137,14 @@ def infer_streamed(
     form: StripStage, takes: Sequence[Boundary], inputs: Sequence[Tensor], draws: Draws | None
 ) -> Any:
     """Run a form on whole inputs, without gradients."""
-    carries: tuple[Tensor, ...] = ()
+    carries: dict[int, list[Tensor]] = {}
     strips = []
     with torch.no_grad():
         for strip in range(form.strips):
-            rows = _rows(takes, inputs, strip, form.strips)
-            outputs, carries = form.forward(strip, rows, carries, RunMode(draws))
+            cut = _cut(takes, inputs, strip, form.strips)
+            outputs, kept = form.forward(strip, cut, carries.pop(strip, ()), RunMode(draws))
+            for held, tensor in zip(form.held(strip), kept, strict=True):
+                carries.setdefault(held.to, []).append(tensor)
             strips.append(outputs)
     return form.joined(strips)
 
@@ -174,7 +182,7 @@ class _Image:
             self._carried.append(self._sample.carried)
             strips.append(
                 self._sample.forward(
-                    _rows(self.takes, inputs, strip, self.form.strips),
+                    _cut(self.takes, inputs, strip, self.form.strips),
                     self._deferred,
                     is_run_again=self._is_run_again,
                 )
@@ -191,22 +199,22 @@ class _Image:
         for strip in reversed(range(self.form.strips)):
             carried = self._carried.pop()
             if self._is_run_again:
-                rows = _rows(self.takes, inputs, strip, self.form.strips)
+                rows = _cut(self.takes, inputs, strip, self.form.strips)
                 self._sample.run_again(strip, rows, carried, self._deferred)
-            given = _rows(self.form.outputs, gradients, strip, self.form.strips)
+            given = _cut(self.form.outputs, gradients, strip, self.form.strips)
             strips.append(self._sample.backward(given))
         found: list[Tensor | None] = []
         for place, boundary in enumerate(self.takes):
             parts = [each[place] for each in strips[::-1]]
-            if boundary.ends is None or all(part is None for part in parts):
+            like = next((part for part in parts if part is not None), None)
+            if boundary.ends is None or like is None:
                 found.append(parts[-1])
                 continue
-            like = next(part for part in parts if part is not None)
-            rows_of_all = [
+            blocks = [
                 like.new_zeros(boundary.strip_shape(strip)) if part is None else part
                 for strip, part in enumerate(parts)
             ]
-            found.append(torch.cat(rows_of_all, boundary.dim))
+            found.append(boundary.joined(blocks))
         return found
 
 
@@ -245,25 +253,38 @@ class _InStrips(Function):
 _apply: Any = _InStrips.apply
 
 
-def _boundaries(samples: Sequence[Tensor], divisions: int) -> list[Boundary]:
+def _boundaries(samples: Sequence[Tensor], grid: Sequence[int]) -> list[Boundary]:
     return [
-        Boundary.even(tuple(each.shape), each.dtype, divisions)
-        if each.dim() == 4
-        else Boundary(tuple(each.shape), each.dtype, None)
+        Boundary.even(tuple(each.shape), each.dtype, grid)
+        if _is_divided(each, grid)
+        else Boundary(tuple(each.shape), each.dtype, None, (None,) * len(grid))
         for each in samples
     ]
 
 
-def _rows(
+def _is_divided(sample: Tensor, grid: Sequence[int]) -> bool:
+    """Return whether a sample is an image or a volume, with all axes of the grid."""
+    return max(4, 2 + len(grid)) <= sample.dim() <= 5
+
+
+def _fits(images: Sequence[Tensor], grid: Sequence[int]) -> bool:
+    return all(
+        1 <= parts <= size
+        for image in images
+        for parts, size in zip(grid, image.shape[2:], strict=False)
+    )
+
+
+def _cut(
     boundaries: Sequence[Boundary], values: Sequence[Tensor | None], strip: int, strips: int
 ) -> list[Tensor | None]:
-    """Return the rows of a strip; a value without rows is there in the last strip."""
+    """Return a strip of each value; one without axes is there in the last strip."""
     found: list[Tensor | None] = []
     for boundary, value in zip(boundaries, values, strict=True):
         if value is None or boundary.ends is None:
             found.append(value if strip == strips - 1 else None)
         else:
-            found.append(value.narrow(boundary.dim, *boundary.rows(strip)))
+            found.append(boundary.cut(value, strip))
     return found
 
 
@@ -273,20 +294,28 @@ def _seeds() -> Draws:
     return lambda checksum: (first + checksum * 0x9E3779B97F4A7C15) & _MASK
 
 
-def _check(module: nn.Module, samples: Sequence[Tensor], divisions: int) -> None:
+def _check(module: nn.Module, samples: Sequence[Tensor], grid: Sequence[int]) -> None:
     """Compare a module in strips with itself, on the smallest image that it takes.
 
     Raises:
         StreamingError: They differ, or the module takes no images of random numbers.
     """
     problem: Exception | None = None
-    own = max(max(each.shape[2:]) for each in samples if each.dim() == 4)
+    is_image = [_is_divided(each, grid) for each in samples]
+    images = [each for each, flag in zip(samples, is_image, strict=True) if flag]
+    own = max(max(each.shape[2:]) for each in images)
     for side in (*(each for each in _SIDES_PX if each < own), own):
-        values = [_small(each, side) for each in samples]
-        strips = min(divisions, min(each.shape[2] for each in values if each.dim() == 4))
+        values = [
+            _small(each, side if flag else own)
+            for each, flag in zip(samples, is_image, strict=True)
+        ]
+        least = [
+            min(min(each.shape[2 + axis], side) for each in images) for axis in range(len(grid))
+        ]
+        small = tuple(map(min, grid, least))
         for dtype, tolerance in TOLERANCES.items():
             try:
-                error = _compared(module, values, strips, dtype)
+                error = _compared(module, values, small, dtype)
             except Exception as caught:
                 problem = caught
                 continue
@@ -305,23 +334,22 @@ def _check(module: nn.Module, samples: Sequence[Tensor], divisions: int) -> None
 
 
 def _small(sample: Tensor, side: int) -> Tensor:
-    sizes = [min(size, side) for size in sample.shape[2:]] if sample.dim() == 4 else None
-    shape = sample.shape if sizes is None else (*sample.shape[:2], *sizes)
+    shape = [*sample.shape[:2], *(min(size, side) for size in sample.shape[2:])]
     if sample.is_floating_point():
         return torch.randn(shape, dtype=torch.float64)
     return torch.zeros(shape, dtype=sample.dtype)
 
 
 def _compared(
-    module: nn.Module, values: Sequence[Tensor], strips: int, dtype: torch.dtype
+    module: nn.Module, values: Sequence[Tensor], grid: Sequence[int], dtype: torch.dtype
 ) -> float:
     """Return the largest difference of a copy of a module and of the copy in strips."""
     tensors = (*module.parameters(), *module.buffers())
     device = next((each.device for each in tensors), torch.device("cpu"))
     twin = copy.deepcopy(module).to(dtype)
     given = [each.to(device, dtype if each.is_floating_point() else each.dtype) for each in values]
-    takes = _boundaries(given, strips)
-    form = Streamed(twin, takes, strips)._form()
+    takes = _boundaries(given, grid)
+    form = Streamed(twin, takes, grid)._form()
     set_row_ends(type(twin).__name__, twin, form.norm_ends)
     parameters = list(twin.parameters())
     with torch.random.fork_rng(), ConstantDraws() if form.draws else nullcontext():  # type: ignore[no-untyped-call]

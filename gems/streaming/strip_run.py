@@ -1,4 +1,4 @@
-"""Run one strip through a network of operations."""
+"""Run one block through a network of operations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from typing import Any, NamedTuple
 
 import torch
@@ -14,12 +14,23 @@ from torch import Tensor
 
 from gems.autograd.random_draws import generators_of
 from gems.autograd.split_backward.deferred import DeferredGradients
-from gems.streaming.buffers import Layout, Write, write_rows
-from gems.streaming.operations.kernels import Call, Rows
+from gems.streaming.axis_rules import Bins
+from gems.streaming.block_plan import (
+    BlockPlan,
+    BlockValue,
+    Box,
+    Path,
+    Place,
+    is_empty,
+    offsets,
+    sizes,
+)
+from gems.streaming.buffers import Layout, Patch, Write, write_blocks
+from gems.streaming.operations.kernels import Along, Call
 from gems.streaming.operations.lower import draws_numbers
 from gems.streaming.operations.operation import (
+    MAP,
     PARTS,
-    ROWS,
     STATIC,
     WHOLE,
     Info,
@@ -27,8 +38,6 @@ from gems.streaming.operations.operation import (
     changed_buffer,
     refs,
 )
-from gems.streaming.row_plan import FRESH, Piece, RowPlan, ValueStrip
-from gems.streaming.row_rules import Bins, Span
 from gems.streaming.trace import Ref, Step, Weight
 
 # maps the checksum of a module's name to the seed of its random numbers
@@ -54,20 +63,23 @@ class RunMode(NamedTuple):
 
 
 class CarriedTensor(NamedTuple):
-    """An item that is kept from a strip for the next.
+    """An item that is kept from a block for the block `to`.
 
-    It is rows, partial sums of rows, or a value that depends on no input.
+    It is a box of a map, partial sums, or a value that depends on no input.
     """
 
     kind: str
     number: int
-    rows: Span = (0, 0)
+    to: int
+    place: Place = Place((), ())  # of a map, where it is now
+    path: Path = ()  # of a map, the tensor that it will be
+    box: Box = ()
 
 
 class StripNetwork:
-    """Operations in order, and the plan of the values with rows.
+    """Operations in order, and the plan of the values in blocks.
 
-    `rows` maps the number of a value to its number in the plan.
+    `planned` maps the number of a value to its number in the plan.
     """
 
     def __init__(
@@ -76,12 +88,12 @@ class StripNetwork:
         infos: Sequence[Info],
         num_inputs: int,
         outputs: Sequence[int],
-        rows: dict[int, int],
-        plan: RowPlan,
+        planned: dict[int, int],
+        plan: BlockPlan,
     ) -> None:
         self.operations, self.infos, self.num_inputs = tuple(operations), tuple(infos), num_inputs
         self.outputs = tuple(outputs)
-        self.rows = rows
+        self.planned = planned
         self.plan = plan
         self._readers: dict[int, set[int]] = {}
         last: dict[int, int] = {}
@@ -105,55 +117,67 @@ class StripNetwork:
         self.drawing = {
             number for number, each in enumerate(operations, num_inputs) if draws_numbers(each)
         }
-        self.held = [self._held(strip) for strip in range(len(plan.strips))]
-        self._wanted: dict[tuple[int, int], tuple[Span, ...]] = {}
+        used = {
+            ref.number for each in operations if each.info.kind != STATIC for ref in refs(each.step)
+        }
+        self._statics = sorted(
+            number for number in used | {*outputs} if infos[number].kind == STATIC
+        )
+        self._held: dict[int, tuple[CarriedTensor, ...]] = {}
+        self._wanted: dict[tuple[int, int], tuple[Patch, ...]] = {}
 
-    def at(self, strip: int, number: int) -> ValueStrip:
-        """Return the plan of a value in a strip."""
-        return self.plan.strips[strip][self.rows[number]]
+    def at(self, block: int, number: int) -> BlockValue:
+        """Return the plan of a value in a block."""
+        return self.plan.at(block, self.planned[number])
 
     def shape_of(self, held: CarriedTensor) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and type of a kept item."""
         value = self.infos[held.number].value
         shape = list(value.shape)
         dtype = value.dtype
-        rows = held.rows[1] - held.rows[0]
-        if held.kind == "rows":
-            shape[self.infos[held.number].dim] = rows
-        elif held.kind == "sum":
+        info = self.infos[held.number]
+        if held.kind == "sum":
             operation = self.operations[held.number - self.num_inputs]
-            shape = [
-                *self.infos[operation.reads[0]].value.shape[:2],
-                rows,
-                operation.state["columns"],
-            ]
+            info = self.infos[operation.reads[0]]
+            shape = [*info.value.shape[:2], *operation.state["bins"]]
             dtype = operation.state["dtype"]
+        if held.kind != "static":
+            for dim, size in zip(info.dims, sizes(held.box), strict=True):
+                if dim is not None:
+                    shape[dim] = size
         return tuple(shape), dtype
 
-    def wanted(self, strip: int, number: int) -> tuple[Span, ...]:
-        """Return the spans of a value's fresh piece that are read or kept.
-
-        A span is its first row in the piece, and its number of rows.
-        """
-        key = strip, number
+    def wanted(self, block: int, number: int) -> tuple[Patch, ...]:
+        """Return the patches of a value's fresh tensor that are read or kept."""
+        key = block, number
         if key not in self._wanted:
-            at = self.at(strip, number)
-            pieces = list(at.kept)
-            for reader in self._readers.get(number, set()) & self.rows.keys():
-                taken = self.at(strip, reader).taken
-                for read, parts in zip(
-                    self.operations[reader - self.num_inputs].reads, taken, strict=True
-                ):
-                    pieces += parts if read == number else ()
-            if number in self.outputs and at.new[0] < at.new[1]:
-                pieces.append(Piece(FRESH, *at.new))
-            spans = {
-                (piece.begin - at.fresh[0], piece.end - piece.begin)
-                for piece in pieces
-                if piece.source == FRESH
+            at = self.at(block, number)
+            places = [kept.place for kept in at.kept]
+            for reader in self._readers.get(number, set()) & self.planned.keys():
+                reads = self.operations[reader - self.num_inputs].reads
+                for read, taken in zip(reads, self.at(block, reader).taken, strict=True):
+                    places += taken if read == number else ()
+            if number in self.outputs and not is_empty(at.new):
+                places.append(Place(self.plan.whole, at.new))
+            patches = {
+                self.patch(number, place.box, at.fresh)
+                for place in places
+                if place.path == self.plan.whole
             }
-            self._wanted[key] = tuple(sorted(spans))
+            self._wanted[key] = tuple(sorted(patches))
         return self._wanted[key]
+
+    def patch(self, number: int, box: Box, start: Box) -> Patch:
+        """Return where a box of a value is in the tensor of another, along the axes it has."""
+        has = [dim is not None for dim in self.infos[number].dims]
+        return Patch(
+            tuple(each for each, flag in zip(offsets(box, start), has, strict=True) if flag),
+            tuple(each for each, flag in zip(sizes(box), has, strict=True) if flag),
+        )
+
+    def dims(self, number: int) -> tuple[int, ...]:
+        """Return the dimensions of the axes that a value has."""
+        return tuple(self.infos[number].axes)
 
     def device(self, tensors: Sequence[Tensor | None]) -> torch.device:
         """Return the device of the tensors, or of the weights if there are no tensors."""
@@ -168,69 +192,86 @@ class StripNetwork:
         )
         return torch.device("cpu") if found is None else found.device
 
-    def _held(self, strip: int) -> list[CarriedTensor]:
-        """Return the items that are kept after a strip, in order."""
-        if strip == len(self.plan.strips) - 1:
-            return []
-        found = []
-        for number in self.rows:
-            found += [
-                CarriedTensor("rows", number, (piece.begin, piece.end))
-                for piece in self.at(strip, number).kept
-            ]
-            if number < self.num_inputs:
+    def held(self, block: int) -> tuple[CarriedTensor, ...]:
+        """Return the items that are kept after a block, in order."""
+        if block not in self._held:
+            self._held[block] = tuple(self._find_held(block))
+        return self._held[block]
+
+    def given(self, block: int) -> list[tuple[int, int]]:
+        """Return what a block is given: the blocks that kept it, and the places there, in order."""
+        steps = sorted({self.plan.step(axis) for axis in range(len(self.plan.grid))}, reverse=True)
+        return [
+            (block - step, place)
+            for step in steps
+            if step <= block
+            for place, held in enumerate(self.held(block - step))
+            if held.to == block
+        ]
+
+    def _find_held(self, block: int) -> Iterator[CarriedTensor]:
+        index = self.plan.index(block)
+        for number, row in self.planned.items():
+            for kept in self.at(block, number).kept:
+                to = block + self.plan.step(kept.axis)
+                yield CarriedTensor("map", number, to, kept.place, kept.path, kept.place.box)
+            axis = None if number < self.num_inputs else self._summed(number)
+            if axis is None:
                 continue
             operation = self.operations[number - self.num_inputs]
-            if operation.is_summed:
-                assert isinstance(operation.rule, Bins)
-                done = self.plan.ends[self.rows[number]][strip]
-                begun = operation.rule.begun(self.plan.ends[self.rows[operation.reads[0]]][strip])
-                found += [CarriedTensor("sum", number, (done, begun))] if begun > done else []
-        used = {
-            ref.number
-            for each in self.operations
-            if each.info.kind != STATIC
-            for ref in refs(each.step)
-        }
-        statics = sorted(
-            number for number in used | {*self.outputs} if self.infos[number].kind == STATIC
-        )
-        return [*found, *(CarriedTensor("static", number) for number in statics)]
+            rule = operation.rules[axis]
+            assert isinstance(rule, Bins)
+            along = self.plan.axes[axis]
+            read = self.planned[operation.reads[0]]
+            begun = rule.begun(along.ends[read][index[axis]])
+            box = list(self.at(block, number).window)
+            box[axis] = along.ends[row][index[axis]], begun
+            if index[axis] < self.plan.grid[axis] - 1 and not is_empty(tuple(box)):
+                to = block + self.plan.step(axis)
+                yield CarriedTensor("sum", number, to, box=tuple(box))
+        if block < self.plan.num_blocks - 1:
+            for number in self._statics:
+                yield CarriedTensor("static", number, block + 1)
+
+    def _summed(self, number: int) -> int | None:
+        return self.operations[number - self.num_inputs].summed
 
 
 class StripRun:
-    """A run of the operations on the rows of one strip."""
+    """A run of the operations on one block."""
 
     def __init__(
         self,
         network: StripNetwork,
-        strip: int,
+        block: int,
         inputs: Sequence[Tensor | None],
         carries: Sequence[Tensor],
         mode: RunMode,
     ) -> None:
         self._network = network
-        self._strip = strip
+        self._block = block
         self._mode = mode
         self._buffers = {weight: tensor.clone() for weight, tensor in (mode.buffers or {}).items()}
-        self._is_last = strip == len(network.plan.strips) - 1
-        self._values: dict[int, Any] = {}  # without rows, or parts
-        self._carried: dict[int, list[Tensor]] = {}
+        self._is_last = block == network.plan.num_blocks - 1
+        self._values: dict[int, Any] = {}  # without axes, or parts
+        self._carried: dict[int, dict[Path, Tensor]] = {}
         self._sums: dict[int, Tensor] = {}
-        self._fresh: dict[int, dict[Span, Tensor]] = {}
+        self._fresh: dict[int, dict[Patch, Tensor]] = {}
         self._kept: dict[int, list[Tensor]] = {}
         self._given: dict[int, Tensor | None] = {}
         self._random: dict[tuple[str, int], list[Tensor]] = {}  # by module and call of it
-        for held, kept in zip(network.held[strip - 1] if strip else [], carries, strict=True):
-            if held.kind == "rows":
-                self._carried.setdefault(held.number, []).append(kept)
+        for (source, place), kept in zip(network.given(block), carries, strict=True):
+            held = network.held(source)[place]
+            if held.kind == "map":
+                self._carried.setdefault(held.number, {})[held.path] = kept
             else:
                 (self._sums if held.kind == "sum" else self._values)[held.number] = kept
         self._device = network.device((*inputs, *carries))
         for number, tensor in enumerate(inputs):
-            if number in network.rows:
+            if number in network.planned:
                 assert tensor is not None
-                self._store(number, "copy", [[(tensor, 0)]])
+                at = network.at(block, number)
+                self._store(number, "copy", [[(tensor, at.new)]] if tensor.numel() else [])
             else:
                 self._values[number] = tensor
         for number, operation in enumerate(network.operations, network.num_inputs):
@@ -249,15 +290,15 @@ class StripRun:
             self._release(number)
 
     def outputs(self) -> tuple[Tensor | None, ...]:
-        """Return the outputs of the network in this strip."""
+        """Return the outputs of the network in this block."""
         return tuple(self._given[number] for number in self._network.outputs)
 
     def carries(self) -> tuple[Tensor, ...]:
-        """Return the tensors that are kept for the next strip."""
+        """Return the tensors that are kept for later blocks."""
         taken = {number: iter(tensors) for number, tensors in self._kept.items()}
         found = []
-        for held in self._network.held[self._strip]:
-            if held.kind == "rows":
+        for held in self._network.held(self._block):
+            if held.kind == "map":
                 found.append(next(taken[held.number]))
             else:
                 found.append((self._sums if held.kind == "sum" else self._values)[held.number])
@@ -267,142 +308,167 @@ class StripRun:
         """Forget a value that nothing reads any more, except what is kept or returned."""
         if number in self._network.outputs and number not in self._given:
             self._given[number] = self._output(number)
-        if number in self._network.rows and number not in self._kept:
-            kept = self._network.at(self._strip, number).kept if not self._is_last else ()
-            self._kept[number] = [self._piece(number, piece) for piece in kept]
+        if number in self._network.planned and number not in self._kept:
+            kept = self._network.at(self._block, number).kept
+            self._kept[number] = [self._piece(number, each.place) for each in kept]
         self._fresh.pop(number, None)
         self._carried.pop(number, None)
         if self._network.infos[number].kind != STATIC:
             self._values.pop(number, None)
 
     def _output(self, number: int) -> Tensor | None:
-        if self._network.infos[number].kind != ROWS:
-            return (
-                self._values[number]
-                if self._is_last or self._network.infos[number].kind == STATIC
-                else None
-            )
-        begin, end = self._network.at(self._strip, number).new
-        if begin < end:
-            return self._piece(number, Piece(FRESH, begin, end))
-        dtype = self._network.infos[number].value.dtype
-        return torch.empty(self._no_rows(number), dtype=dtype, device=self._device)
-
-    def _no_rows(self, number: int) -> list[int]:
         info = self._network.infos[number]
-        return [0 if dim == info.dim else size for dim, size in enumerate(info.value.shape)]
+        if info.kind != MAP:
+            return self._values[number] if self._is_last or info.kind == STATIC else None
+        new = self._network.at(self._block, number).new
+        if not is_empty(new):
+            return self._piece(number, Place(self._network.plan.whole, new))
+        return self._nothing(number)
+
+    def _nothing(self, number: int) -> Tensor:
+        info = self._network.infos[number]
+        shape = list(info.value.shape)
+        shape[min(info.axes)] = 0
+        return torch.empty(shape, dtype=info.value.dtype, device=self._device)
 
     def _step(self, number: int, operation: Operation) -> None:
         if not operation.reads:
-            if self._strip == 0 if operation.info.kind == STATIC else self._is_last:
+            if self._block == 0 if operation.info.kind == STATIC else self._is_last:
                 buffer = changed_buffer(operation.step) if self._mode.is_again else None
                 if buffer is None or buffer in self._buffers:
                     self._values[number] = operation.run(self._call(operation, number, None))
                 else:
                     self._values[number] = buffer.get()
             return
-        at = self._network.at(self._strip, number)
-        if operation.is_summed:
-            self._add_up(number, operation, at)
-        elif at.new[0] == at.new[1]:
-            self._store(number, "copy", [])  # rows that were kept, in front of none
+        at = self._network.at(self._block, number)
+        if operation.summed is not None:
+            self._add_up(number, operation, operation.summed, at)
+        elif is_empty(at.new):
+            self._store(number, "copy", [])  # what was kept, beside nothing
         elif operation.info.kind in (WHOLE, PARTS):
             self._values[number] = operation.run(self._call(operation, number, at))
-        elif self._network.wanted(self._strip, number):
+        elif self._network.wanted(self._block, number):
             if operation.how == "copy" or self._is_direct(number, operation, at):
-                self._store(
-                    number, "copy", [[(operation.run(self._call(operation, number, at)), 0)]]
-                )
+                made = operation.run(self._call(operation, number, at))
+                self._store(number, "copy", [[(made, at.new)]])
             else:
                 parts = [
-                    [(self._piece(read, piece), piece.begin - at.new[0]) for piece in taken]
+                    [(self._piece(read, place), place.box) for place in taken]
                     for read, taken in zip(operation.reads, at.taken, strict=True)
                 ]
                 self._store(number, operation.how, parts, operation.state.get("channel_dim", 1))
 
-    def _is_direct(self, number: int, operation: Operation, at: ValueStrip) -> bool:
-        """Return whether an operation returns exactly the wanted rows, from single pieces.
+    def _is_direct(self, number: int, operation: Operation, at: BlockValue) -> bool:
+        """Return whether an operation returns exactly what is wanted, from single pieces.
 
-        Then no rows need to be written in front of them.
+        Then nothing needs to be written beside it.
         """
-        wanted = self._network.wanted(self._strip, number)
-        is_whole = at.fresh == at.new and wanted == ((0, at.new[1] - at.new[0]),)
-        if operation.how in ("add", "cat"):
-            is_whole = at.fresh == at.new
+        is_whole = at.fresh == at.new
+        if operation.how not in ("add", "cat"):
+            own = (self._network.patch(number, at.new, at.new),)
+            is_whole = is_whole and self._network.wanted(self._block, number) == own
         return is_whole and all(len(taken) == 1 for taken in at.taken)
 
-    def _add_up(self, number: int, operation: Operation, at: ValueStrip) -> None:
-        """Run an operation whose output is sums over rows.
+    def _add_up(self, number: int, operation: Operation, axis: int, at: BlockValue) -> None:
+        """Run an operation whose output is sums along an axis.
 
         Finished sums are stored; unfinished ones are carried on.
         """
         made = self._sums.pop(number, None)
-        if at.window[0] < at.window[1]:
+        if not is_empty(at.window):
             call = self._call(operation, number, at, made)
             made = operation.run(call)
-        done = at.new[1] - at.new[0]
-        dtype = operation.step.value.dtype
-        if made is not None and made.shape[2] > done:
-            self._sums[number] = made.narrow(2, done, made.shape[2] - done)
-        if operation.info.kind == WHOLE:
-            if done:
-                assert made is not None
-                self._values[number] = made.reshape(operation.state["shape"]).to(dtype)
-        else:
-            self._store(
-                number,
-                "copy",
-                [[(made.narrow(2, 0, done).to(dtype), 0)]] if done and made is not None else [],
-            )
+        begin, end = at.new[axis]
+        done = 0 if is_empty(at.new) else end - begin
+        dim = self._network.infos[operation.reads[0]].dims[axis]
+        assert dim is not None
+        if made is not None and made.shape[dim] > done:
+            self._sums[number] = made.narrow(dim, done, made.shape[dim] - done)
+        info = operation.info
+        parts = []
+        if done and made is not None:
+            found = made.narrow(dim, 0, done).to(operation.step.value.dtype)
+            shape = list(operation.state["shape"])
+            for each, span in zip(info.dims, at.new, strict=True):
+                if each is not None:
+                    shape[each] = span[1] - span[0]
+            found = found.reshape(shape)
+            if info.kind == WHOLE:
+                self._values[number] = found
+            parts = [[(found, at.new)]]
+        if info.kind == MAP:
+            self._store(number, "copy", parts)
 
     def _call(
         self,
         operation: Operation,
         number: int,
-        at: ValueStrip | None,
+        at: BlockValue | None,
         carried: Tensor | None = None,
     ) -> Call:
         """Return an operation with its arguments."""
-        network = self._network
         step = operation.step
-        rows = Rows(0, 0, 0, 0, 0, 0, (0, 0))
         taken = iter(at.taken) if at is not None else iter(())
-        if at is not None:
-            source = network.infos[operation.reads[0]]
-            window = at.window
-            if operation.rule is not None and not operation.is_summed:
-                window = operation.rule.reads(*at.new)
-            rows = Rows(*at.new, *window, operation.height, source.height, at.window)
 
         def tensor(ref: Ref) -> Any:
             if ref.number not in operation.reads:
-                return self._rows_of(self._values[ref.number], operation, at)
-            if network.infos[ref.number].kind == PARTS:
+                return self._block_of(self._values[ref.number], operation, at)
+            if self._network.infos[ref.number].kind == PARTS:
                 return self._values[ref.number]
-            pieces = [self._piece(ref.number, piece) for piece in next(taken)]
-            return (
-                pieces[0] if len(pieces) == 1 else torch.cat(pieces, network.infos[ref.number].dim)
-            )
+            return self._joined(ref.number, next(taken))
 
         args = self._settle(step.args, operation, at, tensor)
         kwargs = {
             key: self._settle(value, operation, at, tensor) for key, value in step.kwargs.items()
         }
+        along = [] if at is None else list(self._along(operation, at))
         return Call(
             step.name,
             step.target,
             args,
             kwargs,
-            rows,
+            tuple(each for axis, each in along if axis != operation.summed),
+            next((each for axis, each in along if axis == operation.summed), None),
             operation.state,
-            partial(self._seeded, step) if number in network.drawing else _unseeded,
+            partial(self._seeded, step) if number in self._network.drawing else _unseeded,
             self._mode.deferred,
             carried,
             self._mode.is_again,
         )
 
+    def _along(self, operation: Operation, at: BlockValue) -> Iterator[tuple[int, Along]]:
+        """Yield the axes of an operation: its own, and the one along which it adds up."""
+        source = self._network.infos[operation.reads[0]]
+        for axis, (new, there) in enumerate(zip(at.new, at.window, strict=True)):
+            is_summed = axis == operation.summed
+            dim = (source if is_summed else operation.info).dims[axis]
+            if dim is None:
+                continue
+            window = there
+            rule = operation.rules[axis] if operation.rules else None
+            if rule is not None and not is_summed:
+                window = rule.reads(*new)
+            size = rule.count if isinstance(rule, Bins) else operation.info.size(axis)
+            yield axis, Along(dim, *new, *window, size, source.size(axis), there)
+
+    def _joined(self, number: int, places: Sequence[Place]) -> Tensor:
+        """Return the boxes of a value in one tensor."""
+        if len(places) == 1:
+            return self._piece(number, places[0])
+        parts = [(place.box, self._piece(number, place)) for place in places]
+        for axis, dim in reversed(list(enumerate(self._network.infos[number].dims))):
+            rows: dict[Box, list[Tensor]] = {}
+            for box, part in parts:
+                rows.setdefault(box[:axis], []).append(part)
+            if dim is not None:
+                parts = [
+                    (box, each[0] if len(each) == 1 else torch.cat(each, dim))
+                    for box, each in rows.items()
+                ]
+        return parts[0][1]
+
     def _settle(
-        self, value: Any, operation: Operation, at: ValueStrip | None, tensor: Callable[[Ref], Any]
+        self, value: Any, operation: Operation, at: BlockValue | None, tensor: Callable[[Ref], Any]
     ) -> Any:
         """Return arguments with tensors, weights and the device filled in."""
         # a method: a nested function that calls itself would hold all tensors until Python collects
@@ -412,77 +478,87 @@ class StripRun:
         if isinstance(value, Ref):
             return tensor(value)
         if isinstance(value, Weight):
-            return self._rows_of(self._buffers.get(value, value.get()), operation, at)
+            return self._block_of(self._buffers.get(value, value.get()), operation, at)
         if isinstance(value, list | tuple):
             return type(value)(self._settle(part, operation, at, tensor) for part in value)
         return self._device if isinstance(value, torch.device) else value
 
-    def _rows_of(self, value: Any, operation: Operation, at: ValueStrip | None) -> Any:
-        """Return the strip's rows of a tensor for the whole map.
+    def _block_of(self, value: Any, operation: Operation, at: BlockValue | None) -> Any:
+        """Return the block's part of a tensor for the whole map.
 
         An embedding of positions is such a tensor.
         """
         if at is None or not operation.is_elementwise or not isinstance(value, Tensor):
             return value
-        dim = value.dim() - (operation.info.value.dim() - operation.info.dim)
-        is_by_row = dim >= 0 and value.shape[dim] == operation.info.height > 1
-        return value.narrow(dim, at.new[0], at.new[1] - at.new[0]) if is_by_row else value
+        info = operation.info
+        for axis, own in enumerate(info.dims):
+            if own is not None:
+                dim = value.dim() - (info.value.dim() - own)
+                if dim >= 0 and value.shape[dim] == info.size(axis) > 1:
+                    begin, end = at.new[axis]
+                    value = value.narrow(dim, begin, end - begin)
+        return value
 
-    def _piece(self, number: int, piece: Piece) -> Tensor:
-        at = self._network.at(self._strip, number)
-        rows = piece.end - piece.begin
-        if piece.source == FRESH:
-            return self._fresh[number][piece.begin - at.fresh[0], rows]
-        carried = self._carried[number][piece.source]
-        return carried.narrow(
-            self._network.infos[number].dim, piece.begin - at.carried[piece.source][0], rows
-        )
+    def _piece(self, number: int, place: Place) -> Tensor:
+        at = self._network.at(self._block, number)
+        if place.path == self._network.plan.whole:
+            return self._fresh[number][self._network.patch(number, place.box, at.fresh)]
+        tensor = self._carried[number][place.path]
+        patch = self._network.patch(number, place.box, at.carried[place.path])
+        for dim, begin, size in zip(self._network.dims(number), *patch, strict=True):
+            tensor = tensor.narrow(dim, begin, size)
+        return tensor
 
     def _store(
         self,
         number: int,
         how: str,
-        parts: Sequence[Sequence[tuple[Tensor, int]]],
+        parts: Sequence[Sequence[tuple[Tensor, Box]]],
         channel_dim: int = 1,
     ) -> None:
-        """Write the rows of a value.
+        """Write the block of a value.
 
-        `parts` are the pieces that make its new rows, with their first rows there.
+        `parts` are the pieces that make its new box, with their boxes.
         """
-        at = self._network.at(self._strip, number)
-        info = self._network.infos[number]
-        wanted = self._network.wanted(self._strip, number) if info.kind == ROWS else ()
+        network = self._network
+        at = network.at(self._block, number)
+        info = network.infos[number]
+        wanted = network.wanted(self._block, number) if info.kind == MAP else ()
         if not wanted:
             return
-        new = at.new[1] - at.new[0]
-        if new and how == "copy" and not at.copied and at.fresh == at.new and wanted == ((0, new),):
-            self._fresh[number] = {wanted[0]: parts[0][0][0]}
+        own = network.patch(number, at.new, at.fresh)
+        if parts and how == "copy" and at.fresh == at.new and wanted == (own,):
+            self._fresh[number] = {own: parts[0][0][0]}
             return
         sources: list[Tensor] = []
         writes: list[Write] = []
-        for piece in at.copied:
-            before = self._carried[number][piece.source]
-            row = piece.begin - at.carried[piece.source][0]
-            writes.append(
-                Write(
-                    "copy",
-                    ((len(sources), row),),
-                    piece.begin - at.fresh[0],
-                    piece.end - piece.begin,
-                )
-            )
-            sources.append(before)
-        if new:
-            writes += _writes(how, parts, len(sources), at.new[0] - at.fresh[0], new, channel_dim)
+        for place in at.copied:
+            before = network.patch(number, place.box, at.carried[place.path])
+            patch = network.patch(number, place.box, at.fresh)
+            writes.append(Write("copy", ((len(sources), before.offsets),), patch))
+            sources.append(self._carried[number][place.path])
+        if parts:
+            patch_of = partial(network.patch, number)
+            make = _writes_of_channels if how == "cat" else _writes
+            writes += make(how, parts, len(sources), at.fresh, patch_of, channel_dim)
             sources += [tensor for part in parts for tensor, _ in part]
-        shape = list(info.value.shape)
-        shape[info.dim] = at.fresh[1] - at.fresh[0]
-        layout = Layout(tuple(shape), info.dim, channel_dim, tuple(writes), wanted)
         if not sources:
-            sources = [
-                torch.empty(self._no_rows(number), dtype=info.value.dtype, device=self._device)
-            ]
-        self._fresh[number] = dict(zip(wanted, write_rows(layout, sources), strict=True))
+            sources = [self._nothing(number)]
+        shape = list(info.value.shape)
+        dims = network.dims(number)
+        for dim, size in zip(dims, network.patch(number, at.fresh, at.fresh).sizes, strict=True):
+            shape[dim] = size
+        edges = zip(at.fresh, network.plan.sizes(network.planned[number]), strict=True)
+        inside = tuple((max(begin, 0), min(end, size)) for (begin, end), size in edges)
+        layout = Layout(
+            tuple(shape),
+            dims,
+            channel_dim,
+            tuple(writes),
+            wanted,
+            network.patch(number, inside, at.fresh),
+        )
+        self._fresh[number] = dict(zip(wanted, write_blocks(layout, sources), strict=True))
 
     @contextmanager
     def _seeded(self, step: Step, row: int | None) -> Iterator[None]:
@@ -512,41 +588,62 @@ def _unseeded(row: int | None) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _writes(
-    how: str,
-    parts: Sequence[Sequence[tuple[Tensor, int]]],
-    first: int,
-    row: int,
-    rows: int,
-    channel_dim: int,
+Parts = Sequence[Sequence[tuple[Tensor, Box]]]
+PatchOf = Callable[[Box, Box], Patch]
+
+
+def _writes_of_channels(
+    how: str, parts: Parts, first: int, fresh: Box, patch_of: PatchOf, channel_dim: int
 ) -> list[Write]:
-    """Return the writes that make new rows from pieces of each part.
+    """Return the writes that put the pieces of each part at channels of its own.
 
     The sources are numbered from `first`.
     """
-    if how == "cat":
-        out = []
-        channel = 0
-        source = first
-        for part in parts:
-            for position, (_, begin) in enumerate(part):
-                end = part[position + 1][1] if position + 1 < len(part) else rows
-                out.append(Write("cat", ((source, 0),), row + begin, end - begin, channel))
-                source += 1
-            channel += part[0][0].shape[channel_dim]
-        return out
-    starts = []
-    number = first
+    made = []
+    channel = 0
+    source = first
     for part in parts:
-        starts.append([(begin, number + index) for index, (_, begin) in enumerate(part)])
-        number += len(part)
-    borders = sorted({begin for each in starts for begin, _ in each} | {rows})
-    out = []
-    for begin, end in pairwise(borders):
-        inside = [max(pair for pair in each if pair[0] <= begin) for each in starts]
-        out.append(
-            Write(
-                how, tuple((source, begin - at) for at, source in inside), row + begin, end - begin
-            )
+        for _, box in part:
+            start = patch_of(box, box)
+            made.append(Write(how, ((source, start.offsets),), patch_of(box, fresh), channel))
+            source += 1
+        channel += part[0][0].shape[channel_dim]
+    return made
+
+
+def _writes(
+    how: str, parts: Parts, first: int, fresh: Box, patch_of: PatchOf, channel_dim: int
+) -> list[Write]:
+    """Return the writes that make a box from pieces of each part, cut where any piece ends.
+
+    The sources are numbered from `first`.
+    """
+    if all(len(part) == 1 for part in parts):
+        box = parts[0][0][1]
+        start = patch_of(box, box).offsets
+        sources = tuple((first + place, start) for place in range(len(parts)))
+        return [Write(how, sources, patch_of(box, fresh))]
+    numbered = []
+    for part in parts:
+        numbered.append([(first + place, box) for place, (_, box) in enumerate(part)])
+        first += len(part)
+    boxes = [box for part in parts for _, box in part]
+    borders = [sorted({edge for box in boxes for edge in box[axis]}) for axis in range(len(fresh))]
+    made = []
+    for box in product(*map(pairwise, borders)):
+        inside = [_holding(each, box) for each in numbered]
+        taken = tuple((source, patch_of(box, own).offsets) for source, own in inside)
+        made.append(Write(how, taken, patch_of(box, fresh)))
+    return made
+
+
+def _holding(pieces: Sequence[tuple[int, Box]], box: Box) -> tuple[int, Box]:
+    """Return the piece that holds a box."""
+    return next(
+        (source, own)
+        for source, own in pieces
+        if all(
+            begin <= first and last <= end
+            for (begin, end), (first, last) in zip(own, box, strict=True)
         )
-    return out
+    )

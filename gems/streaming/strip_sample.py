@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gems.autograd.cuts import Cut, begin
 from gems.autograd.split_backward.deferred import DeferredGradients
+from gems.streaming.operations.operation import STATIC
 from gems.streaming.strip_run import Draws, RunMode
 from gems.streaming.strip_stage import StripStage
 from gems.streaming.trace import Weight
@@ -44,25 +45,33 @@ class StripSample:
         self._stage = stage
         self._draws = draws
         self._has_gradients = has_input_gradients
-        self._carries: tuple[Tensor, ...] = ()
+        # by the strip that takes them, in the order in which it does
+        self._carries: dict[int, list[Tensor]] = {}
         self._graphs: list[_Graph | None] = []
         # buffers that the first strip changes, with their values before
         self._buffers: dict[Weight, Tensor] = {}
-        # gradients of what a strip has kept, from the strip after it
-        self._given: list[Tensor | None] = []
+        # gradients of what a strip has kept, by the strip and the place there
+        self._given: dict[tuple[int, int], Tensor | None] = {}
 
     @property
     def carried(self) -> tuple[Tensor, ...]:
-        """What the last strip has kept for the next.
+        """What earlier strips have kept for the next.
 
         In memory of its own, unless weights alone determine it.
         """
-        return self._carries
+        return tuple(self._carries.get(len(self._graphs), ()))
+
+    @property
+    def left(self) -> list[Tensor]:
+        """What strips have kept for all later ones."""
+        return [tensor for tensors in self._carries.values() for tensor in tensors]
 
     @property
     def static(self) -> list[Tensor]:
         """What of `carried` weights alone determine, the same in all strips of an image."""
-        return [self._carries[place] for place in self._stage.static_carries(len(self._graphs) - 1)]
+        strip = len(self._graphs)
+        places = self._stage.static_carries(strip)
+        return [self.carried[place] for place in places] if self._carries else []
 
     def forward(
         self,
@@ -78,17 +87,14 @@ class StripSample:
         strip = len(self._graphs)
         if is_run_again and not strip:
             self._buffers = self._stage.changed_buffers()
-        outputs, kept, graph = self._run(strip, inputs, self._carries, deferred, is_again=False)
+        carried = self.carried
+        outputs, kept, graph = self._run(strip, inputs, carried, deferred, is_again=False)
+        self._carries.pop(strip, None)
         self._graphs.append(None if is_run_again else graph)
-        static = set(self._stage.static_carries(strip))
-        self._carries = tuple(
-            (
-                tensor.detach()
-                if place in static or _is_among(tensor, self._carries)
-                else tensor.detach().clone()
-            ).requires_grad_(tensor.requires_grad)
-            for place, tensor in enumerate(kept)
-        )
+        for held, tensor in zip(self._stage.held(strip), kept, strict=True):
+            is_own = held.kind == STATIC or _is_among(tensor, carried)
+            own = tensor.detach() if is_own else tensor.detach().clone()
+            self._carries.setdefault(held.to, []).append(own.requires_grad_(tensor.requires_grad))
         return tuple(None if tensor is None else tensor.detach() for tensor in outputs)
 
     def run_again(
@@ -107,10 +113,11 @@ class StripSample:
         Takes the gradients of its outputs, and returns those of its inputs: None where nothing has
         come.
         """
-        self._carries = ()
+        self._carries.clear()
         graph = self._graphs.pop()
         assert graph is not None
-        given = self._given or [None] * len(graph.kept)
+        strip = len(self._graphs)
+        given = [self._given.pop((strip, place), None) for place in range(len(graph.kept))]
         ends = [*zip(graph.outputs, gradients, strict=True), *zip(graph.kept, given, strict=True)]
         pairs = [
             (edge, gradient) for edge, gradient in ends if edge is not None and gradient is not None
@@ -120,9 +127,8 @@ class StripSample:
                 [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
             )
         received = {tensor.untyped_storage()._cdata for tensor in gradients if tensor is not None}
-        self._given = [
-            None if cut is None else _apart(cut.gradient, received) for cut in graph.carried
-        ]
+        for key, cut in zip(self._stage.given(strip), graph.carried, strict=True):
+            self._given[key] = None if cut is None else _apart(cut.gradient, received)
         return tuple(None if cut is None else cut.gradient for cut in graph.inputs)
 
     def _run(

@@ -1,13 +1,15 @@
 """The streaming form of a stage.
 
-Its layers take an image strip by strip, and as arguments what they kept of earlier strips.
+Its layers take an image block by block, and as arguments what they kept of earlier blocks. With one
+axis, the blocks are strips of rows; the text calls every block a strip.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,24 +17,27 @@ import torch
 from torch import Tensor, nn
 
 from gems.autograd.outputs import map_tensors
+from gems.streaming.axis_plan import AxisValue
+from gems.streaming.axis_rules import even_ends
+from gems.streaming.block_plan import BlockPlan, Box, is_empty, sizes
 from gems.streaming.operations.kernels import drop_rows
 from gems.streaming.operations.lower import draws_numbers, lower
 from gems.streaming.operations.operation import (
-    ROWS,
+    MAP,
     STATIC,
     WHOLE,
+    Dims,
     Info,
     Known,
     Operation,
+    each,
     is_ghost_norm,
     products,
     refuse_changed,
     strips_at_once,
 )
-from gems.streaming.row_plan import RowValue, plan_rows
-from gems.streaming.row_rules import even_ends
-from gems.streaming.strip_run import RunMode, StripNetwork, StripRun
-from gems.streaming.trace import LayerTrace, Weight, trace
+from gems.streaming.strip_run import CarriedTensor, RunMode, StripNetwork, StripRun
+from gems.streaming.trace import LayerTrace, Ref, Weight, trace
 
 DEFAULT_MODE = RunMode()
 
@@ -41,38 +46,96 @@ DEFAULT_MODE = RunMode()
 class Boundary:
     """A tensor between stages in strips.
 
-    It has the shape of the whole, and `ends`, the number of rows of `dim` after each strip. Without
-    `ends` it has no rows and arrives in the last strip.
+    It has the shape of the whole, and `ends`, for each axis the positions after each part along its
+    dimension in `dims`. Strips are numbered in raster order, the last axis fastest. A tensor that
+    has lost an axis (None in `dims`) is there in the last part of that axis only. Without `ends` it
+    has no axes and arrives in the last strip.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    ends: tuple[int, ...] | None
-    dim: int = 2
+    ends: tuple[tuple[int, ...], ...] | None
+    dims: Dims = (2,)
 
     @classmethod
     def even(
-        cls, shape: tuple[int, ...], dtype: torch.dtype, strips: int, dim: int = 2
+        cls,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        grid: int | Sequence[int],
+        dims: Dims | None = None,
     ) -> Boundary:
-        """Return a tensor in strips of equal rows, or one more."""
-        return cls(shape, dtype, even_ends(shape[dim], strips), dim)
+        """Return a tensor in a grid of equal parts, or of one more row or column.
 
-    def rows(self, strip: int) -> tuple[int, int]:
-        """Return the first row of a strip, and how many rows it has."""
+        A number is that of strips of rows. The axes are the dimensions after (N, C) unless `dims`
+        are given; a dimension of None has been lost.
+        """
+        parts = (grid,) if isinstance(grid, int) else tuple(grid)
+        dims = tuple(range(2, 2 + len(parts))) if dims is None else dims
+        if all(dim is None for dim in dims):
+            return cls(shape, dtype, None, dims)
+        ends = tuple(
+            even_ends(1 if dim is None else shape[dim], count)
+            for dim, count in zip(dims, parts, strict=True)
+        )
+        return cls(shape, dtype, ends, dims)
+
+    def box(self, strip: int) -> Box:
+        """Return the span of a strip along each axis."""
         assert self.ends is not None
-        first = self.ends[strip - 1] if strip else 0
-        return first, self.ends[strip] - first
+        found = []
+        for ends in reversed(self.ends):
+            strip, part = divmod(strip, len(ends))
+            found.append((ends[part - 1] if part else 0, ends[part]))
+        return tuple(reversed(found))
+
+    def is_there(self, strip: int) -> bool:
+        """Return whether there is anything of the tensor in a strip, given that it has axes."""
+        return not is_empty(self.box(strip))
 
     def strip_shape(self, strip: int) -> tuple[int, ...]:
         """Return the shape of a strip's tensor, which may have no rows."""
         if self.ends is None:
             return self.shape
-        _, rows = self.rows(strip)
-        return (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
+        shape = list(self.shape)
+        for dim, size in zip(self.dims, sizes(self.box(strip)), strict=True):
+            if dim is not None:
+                shape[dim] = size
+        if not self.is_there(strip):
+            shape = list(self.shape)
+            shape[min(dim for dim in self.dims if dim is not None)] = 0
+        return tuple(shape)
+
+    def cut(self, tensor: Tensor, strip: int) -> Tensor:
+        """Return a strip of the whole tensor."""
+        box = self.box(strip)
+        if is_empty(box):
+            return tensor.new_empty(self.strip_shape(strip))
+        for dim, (begin, end) in zip(self.dims, box, strict=True):
+            if dim is not None:
+                tensor = tensor.narrow(dim, begin, end - begin)
+        return tensor
+
+    def joined(self, strips: Sequence[Tensor | None]) -> Tensor:
+        """Return the whole tensor of those of all strips, of which some have no rows."""
+        if self.ends is None:
+            return next(tensor for tensor in reversed(strips) if tensor is not None)
+        parts = [
+            (self.box(strip), tensor)
+            for strip, tensor in enumerate(strips)
+            if tensor is not None and self.is_there(strip)
+        ]
+        for axis, dim in reversed(list(enumerate(self.dims))):
+            rows: dict[Box, list[Tensor]] = {}
+            for box, tensor in parts:
+                rows.setdefault(box[:axis], []).append(tensor)
+            if dim is not None:
+                parts = [(box, torch.cat(tensors, dim)) for box, tensors in rows.items()]
+        return parts[0][1]
 
 
 def trace_stage(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Boundary]) -> LayerTrace:
-    """Trace layers to operations that hold for any number of strips of such inputs.
+    """Trace layers to operations that hold for any division of such inputs.
 
     Raises:
         StreamingError: A layer has operations that depend on values.
@@ -92,6 +155,7 @@ class StripStage:
     Attributes:
         inputs: The inputs of the stage.
         outputs: Its outputs, which are the inputs of the next one.
+        strips: The number of strips (or blocks) of the image.
         draws: Whether it draws random numbers, for which `forward` needs seeds.
         draws_by_row: The name of the first module that draws them row by row, unlike a layer that
             gets the whole image.
@@ -103,67 +167,74 @@ class StripStage:
         self,
         layers: Sequence[tuple[str, nn.Module]] | LayerTrace,
         inputs: Sequence[Boundary],
-        strips: int,
+        grid: int | Sequence[int],
         min_positions: int = 1,
     ) -> None:
-        """Trace the named layers, unless a trace is given, and plan the rows of all strips.
+        """Trace the named layers, unless a trace is given, and plan all strips.
 
-        A convolution, linear layer or norm by strip whose map has less than `min_positions` (rows x
-        columns x images) in a strip waits for more strips, and takes them at once.
+        `grid` is the number of strips of rows, or of parts along each axis. A convolution, linear
+        layer or norm by strip whose map has less than `min_positions` (rows x columns x images) in
+        a strip waits for more strips, and takes them at once.
 
         Raises:
             StreamingError: A layer needs the whole image, or has an unknown operation.
         """
         traced = layers if isinstance(layers, LayerTrace) else trace_stage(layers, inputs)
-        given = zip(inputs, traced.inputs, strict=True)
-        known = Known(
-            [Info(WHOLE if each.ends is None else ROWS, meta, each.dim) for each, meta in given]
-        )
-        operations = tuple(lower(known, step) for step in traced.steps)
-        refuse_changed(known, operations)
+        parts = (grid,) if isinstance(grid, int) else tuple(grid)
         self.inputs = tuple(inputs)
-        self.strips = strips
+        self.strips = math.prod(parts)
         self._structure = traced.structure
-        rows: dict[int, int] = {}
+        known = Known(
+            [
+                Info(WHOLE, meta, (None,) * len(parts))
+                if boundary.ends is None
+                else Info(MAP, meta, boundary.dims)
+                for boundary, meta in zip(inputs, traced.inputs, strict=True)
+            ]
+        )
+        operations, outputs = _lowered(known, traced)
+        refuse_changed(known, operations)
+        planned: dict[int, int] = {}
         self._at_once: dict[int, int] = {}
-        values: list[RowValue] = []
+        values: list[list[AxisValue]] = []
         for number, boundary in enumerate(inputs):
             if boundary.ends is not None:
-                rows[number] = len(values)
-                values.append(RowValue(boundary.shape[boundary.dim], boundary.ends))
+                planned[number] = len(values)
+                info = known.infos[number]
+                values.append(
+                    [AxisValue(info.size(axis), ends) for axis, ends in enumerate(boundary.ends)]
+                )
         for number, operation in enumerate(operations, len(inputs)):
             if operation.reads:
-                rows[number] = len(values)
-                reads = tuple(rows[read] for read in operation.reads)
-                flags = operation.is_summed, operation.has_zeros, operation.is_late
-                at_once = self._at_once[number] = strips_at_once(
-                    operation, known.infos, strips, min_positions
-                )
-                values.append(
-                    RowValue(operation.height, (), operation.rule, reads, *flags, at_once)
-                )
-        plan = plan_rows(values, strips)
-        self._network = StripNetwork(
-            operations, known.infos, len(inputs), traced.outputs, rows, plan
-        )
+                planned[number] = len(values)
+                at_once = strips_at_once(operation, known.infos, parts, min_positions)
+                self._at_once[number] = at_once
+                reads = tuple(planned[read] for read in operation.reads)
+                values.append(operation.values(known.infos, reads, at_once))
+        plan = BlockPlan(values, parts)
+        self._network = StripNetwork(operations, known.infos, len(inputs), outputs, planned, plan)
         self.draws = any(draws_numbers(operation) for operation in operations)
         self.draws_by_row = next(
             (each.step.name for each in operations if each.run is drop_rows), None
         )
-        self.outputs = tuple(self._boundary(number) for number in traced.outputs)
+        self.outputs = tuple(self._boundary(number) for number in outputs)
         self.norm_ends: dict[str, tuple[int, ...]] = {}
         for number, operation in enumerate(operations, len(inputs)):
-            if is_ghost_norm(operation.step) and operation.info.kind == ROWS:
-                self._add_norm(known, operation, plan.ends[rows[number]])
+            if is_ghost_norm(operation.step) and operation.info.kind == MAP:
+                self._add_norm(known, operation, plan, planned[number])
 
     def carries(self, strip: int) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        """Return shape and type of what `forward` of a strip returns for the next strip."""
-        return tuple(self._network.shape_of(held) for held in self._network.held[strip])
+        """Return shape and type of what `forward` of a strip returns for later strips."""
+        return tuple(self._network.shape_of(held) for held in self._network.held(strip))
+
+    def given(self, strip: int) -> list[tuple[int, int]]:
+        """Return what a strip takes of earlier ones: which strip, and the place in its carries."""
+        return self._network.given(strip)
 
     def shapes_of(self, strip: int) -> Hashable:
         """Return a key that is equal for strips whose operations have equal shapes."""
-        before = self.carries(strip - 1) if strip else ()
-        return before, self.carries(strip), self._network.plan.shapes_of(strip)
+        taken = [self.carries(source)[place] for source, place in self.given(strip)]
+        return tuple(taken), self.carries(strip), self._network.plan.shapes_of(strip)
 
     def work(self) -> Iterator[tuple[str, int, list[int]]]:
         """Yield the work of each operation.
@@ -172,24 +243,27 @@ class StripStage:
         strip.
         """
         network = self._network
-        for number, row in network.rows.items():
+        for number, place in network.planned.items():
             if number < network.num_inputs:
                 continue
             operation = network.operations[number - network.num_inputs]
-            values = (
-                operation.info.value
-                if isinstance(operation.info.value, Tensor)
-                else operation.info.value[0]
-            )
-            of_row = values.numel() // max(1, operation.height) * products(operation, network.infos)
-            ends = (0, *network.plan.ends[row])
-            made = [of_row * (end - begin) for begin, end in pairwise(ends)]
+            values = operation.info.value
+            values = values if isinstance(values, Tensor) else values[0]
+            positions = math.prod(network.plan.sizes(place))
+            of_one = values.numel() // positions * products(operation, network.infos)
+            made = [of_one * math.prod(sizes(box)) for box in network.plan.boxes(place)]
             yield operation.step.name, self._at_once[number], made
 
+    def held(self, strip: int) -> tuple[CarriedTensor, ...]:
+        """Return what a strip keeps, in the order of `carries`."""
+        return self._network.held(strip)
+
     def static_carries(self, strip: int) -> list[int]:
-        """Return the places of the `carries` that weights alone determine."""
+        """Return which of the tensors that a strip takes are determined by weights alone."""
         return [
-            place for place, held in enumerate(self._network.held[strip]) if held.kind == STATIC
+            place
+            for place, (source, own) in enumerate(self._network.given(strip))
+            if self._network.held(source)[own].kind == STATIC
         ]
 
     def changed_buffers(self) -> dict[Weight, Tensor]:
@@ -211,12 +285,12 @@ class StripStage:
         Args:
             strip: Its number; strips run first to last.
             inputs: Its rows of each input, and None for one that is not there yet.
-            carries: What the strip before returned.
+            carries: What earlier strips returned for it, in the order of `given`.
             mode: How it is run; its buffers are what `changed_buffers` returned before.
 
         Returns:
             The outputs: rows (perhaps none), or a whole tensor in the last strip and None before.
-                And the carries for the next strip.
+                And the carries for later strips.
 
         Raises:
             ValueError: Random numbers are drawn, and there are no seeds.
@@ -240,10 +314,10 @@ class StripStage:
 
         This is one tensor, or several.
         """
-        whole: list[Tensor] = []
-        for place, boundary in enumerate(self.outputs):
-            parts = [each for outputs in strips if (each := outputs[place]) is not None]
-            whole.append(parts[-1] if boundary.ends is None else torch.cat(parts, boundary.dim))
+        whole = [
+            boundary.joined([outputs[place] for outputs in strips])
+            for place, boundary in enumerate(self.outputs)
+        ]
         return self.structured(whole)
 
     def structured(self, outputs: Iterable[Tensor]) -> Any:
@@ -251,10 +325,13 @@ class StripStage:
         tensors = iter(outputs)
         return map_tensors(lambda _: next(tensors), self._structure)
 
-    def _add_norm(self, known: Known, operation: Operation, ends: tuple[int, ...]) -> None:
+    def _add_norm(self, known: Known, operation: Operation, plan: BlockPlan, place: int) -> None:
+        if len(plan.grid) > 1:
+            known.refuse(operation.step, "normalizes strips of rows", "divide rows only")
+        ends = plan.axes[0].ends[place]
         value = operation.info.value
         name = operation.step.name
-        positions = value.numel() // (value.shape[1] * operation.height)  # of a row
+        positions = value.numel() // (value.shape[1] * operation.info.size(0))  # of a row
         if any(0 < (end - begin) * positions < 2 for begin, end in pairwise((0, *ends))):
             known.refuse(
                 operation.step, "has a single value of a channel in a strip", "use fewer strips"
@@ -265,5 +342,27 @@ class StripStage:
 
     def _boundary(self, number: int) -> Boundary:
         info = self._network.infos[number]
-        ends = self._network.plan.ends[self._network.rows[number]] if info.kind == ROWS else None
-        return Boundary(tuple(info.value.shape), info.value.dtype, ends, info.dim)
+        ends = None
+        if info.kind == MAP:
+            place = self._network.planned[number]
+            ends = tuple(axis.ends[place] for axis in self._network.plan.axes)
+        return Boundary(tuple(info.value.shape), info.value.dtype, ends, info.dims)
+
+
+def _lowered(known: Known, traced: LayerTrace) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
+    """Return the operations of a trace and the numbers of its outputs.
+
+    A step may become several operations, so that later values have other numbers than in the trace.
+    """
+    operations: list[Operation] = []
+    numbers = list(range(len(traced.inputs)))
+
+    def moved(ref: Ref) -> Ref:
+        return Ref(numbers[ref.number])
+
+    for step in traced.steps:
+        if len(numbers) != len(known.infos):
+            step = replace(step, args=each(moved, step.args), kwargs=each(moved, step.kwargs))
+        operations += lower(known, step)
+        numbers.append(len(known.infos) - 1)
+    return tuple(operations), tuple(numbers[number] for number in traced.outputs)

@@ -23,7 +23,7 @@ from gems.data import open_dataset, pyramid
 from gems.data.dataset import Dataset
 from gems.data.inspection import inspect_data
 from gems.errors import ConfigError
-from gems.streaming.row_rules import even_ends
+from gems.streaming.axis_rules import even_ends
 from tests.data.test_slide import TILE, library, noise, save_slide, save_table
 
 __all__ = ["library"]

@@ -18,7 +18,7 @@ from gems.engine.executor import Batch
 from gems.engine.rank import Rank
 from gems.engine.stages.streamed import EvaluationInStrips
 from gems.engine.transport.mpi import world
-from gems.streaming.row_rules import even_ends
+from gems.streaming.axis_rules import even_ends
 from tests.helpers.toys import make_spec, plan_of
 
 CPU = torch.device("cpu")

@@ -93,7 +93,7 @@ def run_whole(layers: list[nn.Module], image: Tensor) -> Tensor:
 
 
 def images(ends: tuple[int, ...]) -> tuple[Boundary, ...]:
-    return (Boundary((2, 3, ends[-1], 6), DTYPE, ends),)
+    return (Boundary((2, 3, ends[-1], 6), DTYPE, (ends,)),)
 
 
 def loss(output: Tensor) -> Tensor:

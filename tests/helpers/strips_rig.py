@@ -21,7 +21,8 @@ DTYPE = torch.float64
 TOLERANCE = 1e-12
 Layers = Sequence[tuple[str, nn.Module]]
 Traces = dict[tuple[int, int], LayerTrace]
-Case = tuple[tuple[int, ...], int] | tuple[tuple[int, ...], int, int]
+Ends = tuple[int, ...] | tuple[tuple[int, ...], ...]  # of strips of rows, or of parts of each axis
+Case = tuple[Ends, int] | tuple[Ends, int, int]
 
 
 class Function(nn.Module):
@@ -64,7 +65,7 @@ def run_whole(layers: Layers, image: Tensor) -> tuple[Tensor, ...]:
 def cut_stages(
     layers: Layers,
     image: Tensor,
-    ends: tuple[int, ...],
+    ends: Ends,
     num_stages: int = 1,
     traces: Traces | None = None,
     min_positions: int = 1,
@@ -74,15 +75,24 @@ def cut_stages(
     `traces` are made once.
     """
     traces = {} if traces is None else traces
-    boundaries: Sequence[Boundary] = [Boundary(tuple(image.shape), image.dtype, ends)]
+    boundaries: Sequence[Boundary] = [boundary_of(image, ends)]
+    grid = [len(each) for each in boundaries[0].ends or ()]
     cuts = [len(layers) * stage // num_stages for stage in range(num_stages + 1)]
     stages = []
     for first, last in pairwise(cuts):
         if (first, last) not in traces:
             traces[first, last] = trace_stage(layers[first:last], boundaries)
-        stages.append(StripStage(traces[first, last], boundaries, len(ends), min_positions))
+        stages.append(StripStage(traces[first, last], boundaries, grid, min_positions))
         boundaries = stages[-1].outputs
     return stages
+
+
+def boundary_of(image: Tensor, ends: Ends) -> Boundary:
+    """Return the images in strips of rows, or in blocks."""
+    by_axis = tuple(each if isinstance(each, tuple) else () for each in ends)
+    parts = by_axis if all(by_axis) else (tuple(map(int, ends)),)  # type: ignore[call-overload]
+    dims = tuple(range(2, 2 + len(parts)))
+    return Boundary(tuple(image.shape), image.dtype, parts, dims)
 
 
 def error(layers: Layers, image: Tensor, cases: Sequence[Case], draws: Any = None) -> float:
@@ -118,20 +128,21 @@ def error(layers: Layers, image: Tensor, cases: Sequence[Case], draws: Any = Non
 def run_strips(
     stages: Sequence[StripStage],
     image: Tensor,
-    ends: Sequence[int],
+    ends: Ends,
     given: Sequence[Tensor],
     draws: Any = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Return the outputs and the image's gradient of strips that run through stages, with copies between them."""
     samples = [StripSample(stage, draws) for stage in stages]
     made: list[tuple[Tensor | None, ...]] = []
-    for strip, rows in enumerate(spans(ends)):
-        values: tuple[Tensor | None, ...] = (image[:, :, slice(*rows)].clone(),)
+    images = boundary_of(image, ends)
+    strips = stages[0].strips
+    for strip in range(strips):
+        values: tuple[Tensor | None, ...] = (images.cut(image, strip).clone(),)
         for stage, sample in zip(stages, samples, strict=True):
             values = sample.forward([None if value is None else value.clone() for value in values])
-            assert [(tuple(kept.shape), kept.dtype) for kept in sample.carried] == list(
-                stage.carries(strip)
-            )
+            taken = [stage.carries(source)[place] for source, place in stage.given(strip + 1)]
+            assert [(tuple(kept.shape), kept.dtype) for kept in sample.carried] == taken
             for boundary, value in zip(stage.outputs, values, strict=True):
                 if value is not None:
                     assert (tuple(value.shape), value.dtype) == (
@@ -141,38 +152,29 @@ def run_strips(
         made.append(values)
     outputs = stages[-1].outputs
     joined = [
-        made[-1][place]
-        if boundary.ends is None
-        else torch.cat([each[place] for each in made], boundary.dim)  # type: ignore[misc]
-        for place, boundary in enumerate(outputs)
+        boundary.joined([each[place] for each in made]) for place, boundary in enumerate(outputs)
     ]
-    gradients = []
-    for strip in reversed(range(len(ends))):
+    gradients: list[Tensor | None] = []
+    for strip in reversed(range(strips)):
         back: Sequence[Tensor | None] = [
             (
-                (whole if strip == len(ends) - 1 else None)
+                (whole if strip == strips - 1 else None)
                 if boundary.ends is None
-                else whole.narrow(boundary.dim, *_first_and_count(boundary.ends, strip))
+                else boundary.cut(whole, strip)
             )
             for boundary, whole in zip(outputs, given, strict=True)
         ]
         for sample in reversed(samples):
             back = sample.backward(back)
-        first, count = _first_and_count(ends, strip)
         (gradient,) = back
         gradients.append(
-            torch.zeros_like(image[:, :, first : first + count]) if gradient is None else gradient
+            torch.zeros_like(images.cut(image, strip)) if gradient is None else gradient
         )
-    return joined, torch.cat(gradients[::-1], 2)  # type: ignore[arg-type]
+    return joined, images.joined(gradients[::-1])
 
 
 def spans(ends: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip((0, *ends), ends, strict=False))
-
-
-def _first_and_count(ends: Sequence[int], strip: int) -> tuple[int, int]:
-    first = ends[strip - 1] if strip else 0
-    return first, ends[strip] - first
 
 
 def relative(found: Tensor | None, wanted: Tensor | None) -> float:

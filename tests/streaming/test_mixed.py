@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gems.autograd.mixed import low_copies
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.models.mixed import Precision, compute_in
-from gems.streaming.row_rules import even_ends
+from gems.streaming.axis_rules import even_ends
 from gems.streaming.strip_sample import StripSample
 from tests.helpers.strips_rig import (
     Function,

@@ -16,7 +16,7 @@ from gems.autograd.storages import StashMeter
 from gems.config.schema import ModelConfig
 from gems.models.blocks.convnext import Block as ConvNeXtBlock
 from gems.models.imported import parts
-from gems.streaming.row_rules import even_ends
+from gems.streaming.axis_rules import even_ends
 from gems.streaming.strip_sample import StripSample
 from tests.helpers.strips_rig import (
     DTYPE,

@@ -130,7 +130,7 @@ def test_a_linear_map_over_rows_waits_for_as_many_strips_as_a_convolution() -> N
     )
     image = torch.randn(1, CHANNELS, 8, WIDTH, dtype=DTYPE)
     (stage,) = cut_stages([("linear", linear)], image, (2, 4, 6, 8), min_positions=4 * WIDTH)
-    assert stage.outputs[0].ends == (0, 4, 4, 8)
+    assert stage.outputs[0].ends == ((0, 4, 4, 8),)
     back = torch.randn(1, 3, 8, WIDTH, dtype=DTYPE)
     (made,), _ = run_strips([stage], image, (2, 4, 6, 8), [back])
     torch.testing.assert_close(made, linear(image))

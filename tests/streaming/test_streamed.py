@@ -180,7 +180,7 @@ def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("layer", "shape", "divisions", "text"),
     [
-        (nn.ReLU(), (1, 3, 16, 8), 17, "divisions=17 of .* a number of strips from 1 to H"),
+        (nn.ReLU(), (1, 3, 16, 8), 17, "divisions=17 of .* from 1 part of an axis to its size"),
         (nn.ReLU(), (1, 3, 16, 8), 0, "divisions=0 of"),
         (nn.ReLU(), (3, 16), 2, r"give images \(N, C, H, W\)"),
         (

@@ -493,7 +493,7 @@ def attributes(layers: Layers) -> list[Any]:
 def form_of(layers: Layers, image: Tensor) -> StripStage:
     before = attributes(layers)
     try:
-        return StripStage(layers, [Boundary(tuple(image.shape), image.dtype, ENDS)], len(ENDS))
+        return StripStage(layers, [Boundary(tuple(image.shape), image.dtype, (ENDS,))], len(ENDS))
     finally:
         assert attributes(layers) == before
 

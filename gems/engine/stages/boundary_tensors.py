@@ -22,15 +22,11 @@ class BoundaryTensors:
     boundaries: tuple[Boundary, ...]
     num_strips: int
 
-    def rows(self, place: int, strip: int) -> tuple[int, int]:
-        """Return the first row of a tensor in a strip, and how many there are."""
-        return self.boundaries[place].rows(strip)
-
     def is_there(self, place: int, strip: int) -> bool:
         """Return whether there is anything of a tensor in a strip."""
         if self.boundaries[place].ends is None:
             return strip == self.num_strips - 1
-        return self.rows(place, strip)[1] > 0
+        return self.boundaries[place].is_there(strip)
 
     def places(self, strip: int, have_gradient: bool = False) -> list[int]:
         """Return which tensors there are in a strip.
@@ -66,10 +62,10 @@ class BoundaryTensors:
         return found
 
     def rows_of(self, images: Tensor, strip: int) -> Tensor:
-        """Return the rows of the first tensor in a strip, of the whole or of nothing but them."""
-        first, rows = self.rows(0, strip)
-        dim = self.boundaries[0].dim
-        return images if images.shape[dim] == rows else images.narrow(dim, first, rows)
+        """Return the first tensor in a strip, of the whole or of nothing but that strip."""
+        boundary = self.boundaries[0]
+        is_strip = tuple(images.shape) == boundary.strip_shape(strip)
+        return images if is_strip else boundary.cut(images, strip)
 
     def specs(self, strip: int) -> tuple[TensorSpec, ...]:
         """Return shape and type of the tensors of a strip."""

@@ -268,7 +268,7 @@ class StreamedStage(InStrips):
         static = storage_addresses(image.sample.static)
         made = (each for each in outputs if each is not None and not is_counted(each))
         image.waiting_bytes = image.waiting_bytes + new_bytes(made, static) if image.outputs else 0
-        left = new_bytes((each for each in image.sample.carried if not is_counted(each)), static)
+        left = new_bytes((each for each in image.sample.left if not is_counted(each)), static)
         image.left_bytes = left + image.waiting_bytes
 
 
@@ -284,7 +284,7 @@ class EvaluationInStrips(InStrips):
         super().__init__(layers)
         self._is_last = is_last
         self._strip = 0
-        self._carries: tuple[Tensor, ...] = ()
+        self._carries: dict[int, list[Tensor]] = {}  # by the strip that takes them
         self._outputs: list[tuple[Tensor | None, ...]] = []  # on the last stage, by strip
 
     def infer(self, inputs: Sequence[Tensor]) -> Any:
@@ -293,8 +293,9 @@ class EvaluationInStrips(InStrips):
         taken = storage_addresses(inputs)
         with torch.no_grad():
             given = self._takes.given(self.rows_of(strip, inputs), strip, self.device)
-            outputs, carries = self.form.forward(strip, given, self._carries)
-            self._carries = tuple(_alone(tensor, taken) for tensor in carries)
+            outputs, kept = self.form.forward(strip, given, self._carries.pop(strip, ()))
+            for held, tensor in zip(self.form.held(strip), kept, strict=True):
+                self._carries.setdefault(held.to, []).append(_alone(tensor, taken))
         self.poll()
         is_end = strip == self.form.strips - 1
         self._strip = 0 if is_end else strip + 1
@@ -313,7 +314,7 @@ class EvaluationInStrips(InStrips):
         """Drop the image under way after a failed step."""
         super().reset()
         self._strip = 0
-        self._carries = ()
+        self._carries.clear()
         self._outputs = []
 
 

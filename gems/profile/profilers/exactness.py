@@ -214,7 +214,7 @@ class _Comparison:
 
             found, _ = play(module, values, in_strips, back, partial(deferred.run, lambda: None))
         self._hold(name, "in strips", found, wanted)
-        return [None if each.ends is None else each.dim for each in form.outputs]
+        return [each.dims[0] for each in form.outputs]
 
     def _evaluate_in_strips(
         self, name: str, module: nn.Module, values: Sequence[Tensor], rows: Rows
@@ -229,7 +229,7 @@ class _Comparison:
                 wanted = list(tensors_in(module(*(value.clone() for value in values))))
                 found = infer_streamed(form, takes, values, lambda _: 0)
         self._hold(name, "evaluated in strips", list(tensors_in(found)), wanted)
-        return [None if each.ends is None else each.dim for each in form.outputs]
+        return [each.dims[0] for each in form.outputs]
 
     def _split(self, name: str, module: nn.Module, values: Sequence[Tensor], rows: Rows) -> None:
         wanted, back = play(module, values, lambda given: module(*given))
@@ -262,9 +262,7 @@ class _Comparison:
 def _boundaries(values: Sequence[Tensor], rows: Rows) -> list[Boundary]:
     """Return a layer's inputs in strips whose numbers of rows differ by at most one."""
     return [
-        Boundary(tuple(each.shape), each.dtype, None)
-        if dim is None
-        else Boundary.even(tuple(each.shape), each.dtype, STRIPS, dim)
+        Boundary.even(tuple(each.shape), each.dtype, STRIPS, (dim,))
         for each, dim in zip(values, rows, strict=True)
     ]
 

@@ -29,6 +29,7 @@ from gems.profile.profilers.layers import answer
 from gems.profile.profilers.live_bytes import LiveBytes, SavedStorages, storage_of, unique_bytes
 from gems.profile.strip_profile import StripBytes, StripProfile
 from gems.profile.subject import Subject
+from gems.streaming.operations.operation import STATIC
 from gems.streaming.strip_run import RunMode
 from gems.streaming.strip_stage import Boundary, StripStage
 
@@ -121,13 +122,15 @@ class _Strips:
     def all(self) -> tuple[StripBytes, ...]:
         """Return the bytes of all strips."""
         found = []
-        flags = list[bool]()
+        needs: list[list[bool]] = []
         for strip in range(self._form.strips):
+            flags = [needs[source][place] for source, place in self._form.given(strip)]
             key = self._is_last(strip), tuple(flags), self._form.shapes_of(strip)
             if key not in self._known:
                 self._known[key] = self._measure(strip, flags)
-            one, flags = self._known[key]
+            one, made = self._known[key]
             found.append(one)
+            needs.append(made)
         return tuple(found)
 
     def _is_last(self, strip: int) -> bool:
@@ -136,12 +139,13 @@ class _Strips:
     def _measure(self, strip: int, flags: Sequence[bool]) -> tuple[StripBytes, list[bool]]:
         """Return the bytes of a strip, and which tensors that it leaves need a gradient.
 
-        `flags` are those of the previous strip.
+        `flags` are those of what the strip takes.
         """
         inputs = self._inputs(strip)
-        shapes = self._form.carries(strip - 1) if strip else ()
+        taken = self._form.given(strip)
+        shapes = [self._form.carries(source)[place] for source, place in taken]
         carried = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
-        static = set(self._form.static_carries(strip - 1)) if strip else set[int]()
+        static = set(self._form.static_carries(strip))
         own = [tensor for place, tensor in enumerate(carried) if place not in static]
         given = [tensor for tensor in inputs if tensor is not None]
         before = self._before(strip)
@@ -275,8 +279,11 @@ class _Strips:
             with by_loss:
                 value = self._loss(self._whole(outputs, before, cuts))
             loss = get_gradient_edge(value), cuts
-        static = set(self._form.static_carries(strip))
-        left = [each.detach().clone() for place, each in enumerate(kept) if place not in static]
+        left = [
+            each.detach().clone()
+            for held, each in zip(self._form.held(strip), kept, strict=True)
+            if held.kind != STATIC
+        ]
         edges = [
             (get_gradient_edge(each), torch.empty_like(each, device="meta"))
             for each in (*made, *kept)

@@ -1,4 +1,4 @@
-"""Convolutions of a strip: the rows that they read, and their computation."""
+"""Convolutions of a block: what they read along each axis, and their computation."""
 
 from __future__ import annotations
 
@@ -8,52 +8,67 @@ from torch import Tensor
 from torch.nn import functional
 
 from gems.autograd.split_backward.conv import Geometry, convolution
+from gems.streaming.axis_rules import Transposed, Window
 from gems.streaming.operations.kernels import Call, weights
 from gems.streaming.operations.operation import Known, Operation, arguments
-from gems.streaming.operations.spatial import check_image, on_rows, pair
-from gems.streaming.row_rules import Transposed, Window
+from gems.streaming.operations.spatial import check_image, each_of, on_map
 from gems.streaming.trace import Ref, Step
 
 
 def conv(known: Known, step: Step) -> Operation:
-    """Return the convolution, whose padding above and below the map is rows of zeros."""
-    check_image(known, step)
+    """Return the convolution, whose padding around the map is zeros."""
+    info = check_image(known, step)
     given = arguments(step)
     kernel = _shape_of(known, given["weight"])[2:]
-    stride = pair(given["stride"])
-    dilation = pair(given["dilation"])
+    count = len(kernel)
+    stride = each_of(given["stride"], count)
+    dilation = each_of(given["dilation"], count)
     if given["padding"] == "same":
-        totals = dilation[0] * (kernel[0] - 1), dilation[1] * (kernel[1] - 1)
-        top = totals[0] // 2
-        sides = (totals[1] // 2, totals[1] - totals[1] // 2)
+        totals = [dilation[place] * (kernel[place] - 1) for place in range(count)]
+        sides = [(total // 2, total - total // 2) for total in totals]
     else:
-        top, left = (0, 0) if given["padding"] == "valid" else pair(given["padding"])
-        sides = left, left
-    rule = Window(kernel[0], stride[0], top, dilation[0])
-    state = {"stride": stride, "sides": sides, "dilation": dilation, "groups": given["groups"]}
-    return on_rows(step, _convolve, rule, True, **state)
+        valid = given["padding"] == "valid"
+        sides = [(0, 0) if valid else (side, side) for side in each_of(given["padding"], count)]
+    rules = {
+        dim: Window(kernel[dim - 2], stride[dim - 2], sides[dim - 2][0], dilation[dim - 2])
+        for dim in info.axes
+    }
+    for dim in info.axes:  # their padding is in the tensor already
+        sides[dim - 2] = (0, 0)
+    is_even = all(before == after for before, after in sides)
+    state = {
+        "uneven": [] if is_even else [side for pair in reversed(sides) for side in pair],
+        "geometry": Geometry(
+            stride,
+            tuple(before if is_even else 0 for before, _ in sides),
+            dilation,
+            False,
+            (0,) * count,
+            given["groups"],
+        ),
+    }
+    return on_map(info, step, _convolve, rules, True, **state)
 
 
 def conv_transposed(known: Known, step: Step) -> Operation:
     """Return the transposed convolution."""
-    check_image(known, step)
+    info = check_image(known, step)
     given = arguments(step)
-    kernel = _shape_of(known, given["weight"])[2]
-    stride = pair(given["stride"])
-    dilation = pair(given["dilation"])
-    padding = pair(given["padding"])
-    rule = Transposed(kernel, stride[0], padding[0], dilation[0])
-    return on_rows(
-        step,
-        _convolve_transposed,
-        rule,
-        stride=stride,
-        dilation=dilation,
-        padding=padding,
-        output_padding=pair(given["output_padding"]),
-        groups=given["groups"],
-        kernel=kernel,
-    )
+    kernel = _shape_of(known, given["weight"])[2:]
+    count = len(kernel)
+    stride = each_of(given["stride"], count)
+    dilation = each_of(given["dilation"], count)
+    padding = each_of(given["padding"], count)
+    rules = {
+        dim: Transposed(kernel[dim - 2], stride[dim - 2], padding[dim - 2], dilation[dim - 2])
+        for dim in info.axes
+    }
+    more = [
+        0 if place + 2 in info.axes else side
+        for place, side in enumerate(each_of(given["output_padding"], count))
+    ]
+    geometry = Geometry(stride, padding, dilation, True, tuple(more), given["groups"])
+    return on_map(info, step, _convolve_transposed, rules, geometry=geometry, kernel=kernel)
 
 
 def _shape_of(known: Known, weight: Any) -> tuple[int, ...]:
@@ -62,41 +77,40 @@ def _shape_of(known: Known, weight: Any) -> tuple[int, ...]:
 
 
 def _convolve(call: Call) -> Tensor:
-    """Convolve rows that already have the padding of the top and bottom."""
+    """Convolve a block that already has the padding along the axes."""
     x, weight, bias = weights(call)
-    (left, right), stride = call.state["sides"], call.state["stride"]
-    if left != right:
-        x = functional.pad(x, (left, right))
-    padding = (0, left if left == right else 0)
-    geometry = Geometry(
-        stride, padding, call.state["dilation"], False, (0, 0), call.state["groups"]
-    )
-    return convolution(call.deferred, call.name, x, weight, bias, geometry)
+    if call.state["uneven"]:
+        x = functional.pad(x, call.state["uneven"])
+    return convolution(call.deferred, call.name, x, weight, bias, call.state["geometry"])
 
 
 def _convolve_transposed(call: Call) -> Tensor:
-    """Run a transposed convolution, and cut the rows that are not wanted."""
+    """Run a transposed convolution, and cut what is not wanted."""
     x, weight, bias = weights(call)
-    state = call.state
-    rows = call.rows
-    (stride, _), (dilation, _), (top, side) = state["stride"], state["dilation"], state["padding"]
-    above = rows.first - (rows.there[0] * stride - top)
-    reach = (rows.there[1] - rows.there[0] - 1) * stride + dilation * (state["kernel"] - 1) + 1
-    below = reach - above - rows.num
-    cut = max(0, min(above, below))  # the rows that the padding of a whole image would cut
-    geometry = Geometry(
-        state["stride"],
-        (cut, side),
-        state["dilation"],
-        True,
-        (0, state["output_padding"][1]),
-        state["groups"],
-    )
-    is_short = above < 0 or below < 0
+    geometry: Geometry = call.state["geometry"]
+    padding = list(geometry.padding)
+    surplus = []  # of each axis: its dimension, and what is too much before and after
+    for each in call.along:
+        place = each.dim - 2
+        stride, dilation = geometry.stride[place], geometry.dilation[place]
+        before = each.first - (each.there[0] * stride - padding[place])
+        reach = (each.there[1] - each.there[0] - 1) * stride
+        reach += dilation * (call.state["kernel"][place] - 1) + 1
+        after = reach - before - each.num
+        # what the padding of a whole image would cut
+        padding[place] = max(0, min(before, after))
+        surplus.append((each.dim, before - padding[place], after - padding[place]))
+    geometry = geometry._replace(padding=tuple(padding))
+    # nothing reaches some outputs, which still have the bias
+    is_short = any(before < 0 or after < 0 for _, before, after in surplus)
     made = convolution(call.deferred, call.name, x, weight, None if is_short else bias, geometry)
-    if is_short:  # rows that no input reaches
-        made = functional.pad(made, (0, 0, max(0, -above), max(0, -below))).narrow(
-            2, max(0, above), rows.num
-        )
-        return made if bias is None else made + bias.view(-1, 1, 1)
-    return made if above == below else made.narrow(2, above - cut, rows.num)
+    for dim, before, after in surplus:
+        if before < 0 or after < 0:
+            missing = [0] * (2 * (made.dim() - 1 - dim))
+            made = functional.pad(made, [*missing, max(0, -before), max(0, -after)])
+        if before > 0 or after > 0:
+            rows = made.shape[dim] - max(0, before) - max(0, after)
+            made = made.narrow(dim, max(0, before), rows)
+    if is_short and bias is not None:
+        made = made + bias.view(-1, *[1] * (made.dim() - 2))
+    return made

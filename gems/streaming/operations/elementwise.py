@@ -1,23 +1,15 @@
-"""Operations that make each row from one row.
+"""Operations that make each position of a map from one position.
 
-These are elementwise operations, operations along channels, and sums over rows.
+These are elementwise operations, operations along channels, and sums over axes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gems.streaming.operations.kernels import adaptive_average, drop_rows, plain, run_of, wide_dtype
-from gems.streaming.operations.operation import (
-    PARTS,
-    ROWS,
-    WHOLE,
-    Info,
-    Known,
-    Operation,
-    arguments,
-)
-from gems.streaming.row_rules import Bins
+from gems.streaming.operations.kernels import drop_rows, plain, run_of
+from gems.streaming.operations.operation import Info, Known, Operation, arguments
+from gems.streaming.operations.spatial import running_sum
 from gems.streaming.trace import Step
 
 _NAMES = """
@@ -31,33 +23,29 @@ ROW_FOR_ROW = frozenset(_NAMES.split())
 
 
 def row_for_row(known: Known, step: Step, reads: tuple[int, ...]) -> Operation:
-    """Return the operation that makes each row from the same row of each of `reads`."""
+    """Return the operation that makes each position from the same one of each of `reads`."""
     infos = [known.infos[number] for number in reads]
-    behind = {info.value.dim() - info.dim for info in infos}
-    heights = {info.height for info in infos}
-    if len(behind) > 1 or len(heights) > 1:
+    behind = {
+        tuple(None if dim is None else info.value.dim() - dim for dim in info.dims)
+        for info in infos
+    }
+    sizes = {tuple(info.size(axis) for axis in range(len(info.dims))) for info in infos}
+    if len(behind) > 1 or len(sizes) > 1:
         known.refuse(
             step,
             "joins maps whose rows do not match, such as one that is pooled over the whole image",
         )
-    dim = step.value.dim() - behind.pop()
+    dims = tuple(None if each is None else step.value.dim() - each for each in behind.pop())
+    made = infos[0].moved(step.value, dims)
     if step.operation in ("cat", "concat"):
         along = arguments(step)["dim"] % step.value.dim()
-        if along == dim:
+        if along in made.axes:
             known.refuse(step, "puts maps on top of each other")
         # a part that depends on no input, such as coordinates
         has_fixed = len(reads) < len(step.args[0])
         how = "copy" if has_fixed else "cat"
         state = {"channel_dim": along}
-        return Operation(
-            step,
-            Info(ROWS, step.value, dim),
-            plain,
-            reads,
-            how=how,
-            is_elementwise=has_fixed,
-            state=state,
-        )
+        return Operation(step, made, plain, reads, how=how, is_elementwise=has_fixed, state=state)
     how = "copy"
     shapes = {tuple(info.value.shape) for info in infos}
     if step.operation in ("relu", "sigmoid", "tanh"):
@@ -70,91 +58,83 @@ def row_for_row(known: Known, step: Step, reads: tuple[int, ...]) -> Operation:
     ):
         how = "add"
     elif step.operation == "dropout" and arguments(step)["train"] and arguments(step)["p"]:
-        return Operation(step, Info(ROWS, step.value, dim), drop_rows, reads, state={"dim": dim})
+        state = {"shape": tuple(step.value.shape)}
+        return Operation(step, made, drop_rows, reads, state=state)
     elif step.operation == "alpha_dropout" and arguments(step)["train"]:
         known.refuse(step, "draws its mask for the whole image")
     is_elementwise = step.operation not in ("batch_norm", "prelu")  # whose weights are by channel
     run = run_of(step.operation)
-    return Operation(
-        step, Info(ROWS, step.value, dim), run, reads, how=how, is_elementwise=is_elementwise
-    )
+    return Operation(step, made, run, reads, how=how, is_elementwise=is_elementwise)
 
 
 def reduce(known: Known, step: Step) -> Operation:
-    """Return a sum or mean: a running one over rows, a row-for-row one over other dimensions."""
+    """Return a sum or mean: a running one over an axis, a plain one over other dimensions."""
     info = known.first(step)
-    dims = arguments(step).get("dim")
-    ndim = info.value.dim()
-    over = sorted(
-        {dim % ndim for dim in ([dims] if isinstance(dims, int) else dims or range(ndim))}
-    )
-    if info.dim not in over:
+    ndim = info.first.dim()
+    over = reduced(step, ndim)
+    axes = [dim for dim in over if dim in info.axes]
+    if not axes:
         return _over_other_dims(step, info, over)
-    if (
-        step.operation not in ("mean", "sum")
-        or ndim != 4
-        or info.dim != 2
-        or over not in ([2], [2, 3])
-    ):
+    if step.operation not in ("mean", "sum") or over[0] < 2 or len(axes) > 1:
         known.refuse(step, "needs all rows of the map at once")
-    columns = 1 if 3 in over else info.value.shape[3]
-    state = {
-        "columns": columns,
-        "width": info.value.shape[3],
-        "is_sum": step.operation == "sum",
-        "dtype": wide_dtype(step.value.dtype),
-        "shape": tuple(step.value.shape),
-        "rule": Bins(info.height, 1),
-    }
-    return Operation(
-        step,
-        Info(WHOLE, step.value),
-        adaptive_average,
-        rule=state["rule"],
-        is_summed=True,
-        is_late=True,
-        state=state,
+    is_kept = arguments(step).get("keepdim")
+    dims = tuple(
+        None if dim is None or dim in over else dim - (0 if is_kept else _before(over, dim))
+        for dim in info.dims
     )
+    return running_sum(info, step, axes[0], info.axes[axes[0]], info.moved(step.value, dims))
+
+
+def reduced(step: Step, ndim: int) -> list[int]:
+    """Return the dimensions over which a step is a sum or mean, in order."""
+    dims = arguments(step).get("dim")
+    given = [dims] if isinstance(dims, int) else dims or range(ndim)
+    return sorted({dim % ndim for dim in given})
+
+
+def _before(over: Sequence[int], dim: int) -> int:
+    return sum(each < dim for each in over)
 
 
 def _over_other_dims(step: Step, info: Info, over: Sequence[int]) -> Operation:
-    ndim = info.value.dim()
     value = step.value[0] if isinstance(step.value, tuple) else step.value
-    dim = info.dim if value.dim() == ndim else info.dim - sum(each < info.dim for each in over)
-    kind = PARTS if isinstance(step.value, tuple | list) else ROWS
-    return Operation(step, Info(kind, step.value, dim), plain)
+    is_kept = value.dim() == info.first.dim()
+    dims = tuple(
+        None if dim is None else dim - (0 if is_kept else _before(over, dim)) for dim in info.dims
+    )
+    return Operation(step, info.moved(step.value, dims), plain)
 
 
 def along(known: Known, step: Step) -> Operation:
-    """Return the operation along one dimension, or several last ones, that are not the rows."""
+    """Return the operation along one dimension, or several last ones, that are no axes."""
     info = known.first(step)
     given = arguments(step)
+    ndim = info.first.dim()
     if "normalized_shape" in given:
-        reached = range(info.value.dim() - len(given["normalized_shape"]), info.value.dim())
+        reached = range(ndim - len(given["normalized_shape"]), ndim)
     elif step.operation in ("linear", "matmul"):
-        reached = range(info.value.dim() - 1, info.value.dim())
+        reached = range(ndim - 1, ndim)
     else:
-        reached = range(given["dim"] % info.value.dim(), given["dim"] % info.value.dim() + 1)
-    if info.dim in reached:
+        reached = range(given["dim"] % ndim, given["dim"] % ndim + 1)
+    if any(dim in reached for dim in info.axes):
         known.refuse(step, "reaches over all rows of the map")
-    kind = PARTS if isinstance(step.value, tuple | list) else ROWS
-    dim = info.dim
+    dims = info.dims
     if step.operation in ("unbind", "select"):
-        dim -= reached[0] < info.dim
-    return Operation(step, Info(kind, step.value, dim), run_of(step.operation))
+        dims = tuple(None if dim is None else dim - (reached[0] < dim) for dim in dims)
+    return Operation(step, info.moved(step.value, dims), run_of(step.operation))
 
 
-def average_over_channels(known: Known, step: Step) -> Operation:
-    """Return the pooling over three dimensions that leaves rows alone.
+def leaves_axes(info: Info, step: Step) -> bool:
+    """Return whether a pooling over three dimensions leaves the axes alone.
 
-    Local response normalisation uses it.
+    Local response normalisation pools over channels.
     """
-    info = known.first(step)
     given = arguments(step)
-    axis = info.dim - (info.value.dim() - 3)
-    if axis < 0 or any(
-        list(given[key] or [wanted] * 3)[axis] != wanted
-        for key, wanted in (("kernel_size", 1), ("stride", 1), ("padding", 0))
-    ):
-        known.refuse(step, "pools rows in three dimensions")
-    return Operation(step, Info(ROWS, step.value, info.dim), plain)
+    for dim in info.axes:
+        place = dim - (info.first.dim() - 3)
+        if place < 0 or any(
+            list(given[key] or [wanted] * 3)[place] != wanted
+            for key, wanted in (("kernel_size", 1), ("stride", 1), ("padding", 0))
+        ):
+            return False
+    return True

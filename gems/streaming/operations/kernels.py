@@ -1,10 +1,11 @@
-"""Run operations on the rows of a strip.
+"""Run operations on the block of a map.
 
-Only the top and bottom of the image are padded.
+Only the edges of the map are padded.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,28 +22,30 @@ from gems.autograd.split_backward.linear import linear_map
 aten = torch.ops.aten
 
 
-class Rows(NamedTuple):
-    """Output rows first to last of `height`, made from input rows begin to end of `height_in`.
+class Along(NamedTuple):
+    """An operation along one axis of the map, in dimension `dim` of what it gives.
 
-    Rows that are read may be outside the map; `there` is the span of the rows in the tensor.
+    Outputs first to last of `size` are made from inputs begin to end of `size_in`. Inputs may be
+    outside the map; `there` is the span of those in the tensor.
     """
 
+    dim: int
     first: int
     last: int
     begin: int
     end: int
-    height: int
-    height_in: int
+    size: int
+    size_in: int
     there: tuple[int, int]
 
     @property
     def num(self) -> int:
-        """The number of rows that are made."""
+        """The number of outputs that are made."""
         return self.last - self.first
 
     @property
     def outside(self) -> tuple[int, int]:
-        """The numbers of rows that are read above and below the rows of the tensor."""
+        """The numbers of inputs that are read before and after those in the tensor."""
         if self.there[0] == self.there[1]:
             return self.end - self.begin, 0
         return self.there[0] - self.begin, self.end - self.there[1]
@@ -50,17 +53,19 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operation in one strip.
+    """One operation in one block.
 
-    `seeded` gives its random numbers, `carried` is its sum so far. In a strip that runs again
-    (`is_again`) it leaves running statistics alone.
+    `along` are the axes that what it gives has. `seeded` gives its random numbers, `carried` is its
+    sum so far, to which it adds along `summed`. In a block that runs again (`is_again`) it leaves
+    running statistics alone.
     """
 
     name: str
     target: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    rows: Rows
+    along: tuple[Along, ...]
+    summed: Along | None
     state: dict[str, Any]
     seeded: Callable[[int | None], AbstractContextManager[None]]
     deferred: DeferredGradients | None
@@ -99,7 +104,7 @@ def batch_norm(call: Call) -> Any:
     """
     x, weight, bias, mean, variance, is_training, momentum, *more = call.args
     if is_training:
-        momentum *= call.rows.num / call.rows.height if call.rows.height else 1.0
+        momentum *= math.prod(each.num / each.size for each in call.along)
         mean, variance = (None, None) if call.is_again else (mean, variance)
     return call.target(x, weight, bias, mean, variance, is_training, momentum, *more)
 
@@ -116,52 +121,74 @@ _OWN: dict[str, Run] = {"linear": linear, "batch_norm": batch_norm}
 
 
 def reshape(call: Call) -> Tensor:
-    """Change the shape to one with the rows of the strip."""
-    x = call.args[0]
-    shape = list(call.state["shape"])
-    shape[call.state["dim"]] = call.rows.num
-    return x.reshape(shape)  # type: ignore[no-any-return]
+    """Change the shape to one with the sizes of the block."""
+    return call.args[0].reshape(block_shape(call, call.state["shape"]))  # type: ignore[no-any-return]
+
+
+def block_shape(call: Call, shape: Sequence[int]) -> list[int]:
+    """Return a shape with the sizes of the block along the axes."""
+    found = list(shape)
+    for each in call.along:
+        found[each.dim] = each.num
+    return found
 
 
 def drop_rows(call: Call) -> Tensor:
     """Apply dropout with a mask that is drawn row by row.
 
-    Each row has a seed of its own, so that any division into strips draws the same mask.
+    Each row has a seed of its own and is drawn whole, so that any division draws the same mask.
     """
     x, p = call.args[:2]
-    dim = call.state["dim"]
+    rows, *others = call.along
+    shape = list(call.state["shape"])
+    del shape[rows.dim]
     mask = torch.empty_like(x, requires_grad=False)
-    for row in range(call.rows.num):
-        with call.seeded(call.rows.first + row):
-            mask.select(dim, row).copy_(torch.empty_like(x.select(dim, row)).bernoulli_(1 - p))
+    for row in range(rows.num):
+        with call.seeded(rows.first + row):
+            drawn = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p)
+        for each in others:
+            drawn = drawn.narrow(each.dim - 1, each.first, each.num)
+        mask.select(rows.dim, row).copy_(drawn)
     return x * mask.div_(1 - p)  # type: ignore[no-any-return]
 
 
 def pixel_shuffle(call: Call) -> Tensor:
-    """Make several rows from each one, and cut those that are not wanted."""
+    """Make several rows and columns of each one, and cut those that are not wanted."""
     factor = call.state["factor"]
-    rows = call.rows
     made = functional.pixel_shuffle(call.args[0], factor)
-    return made.narrow(2, rows.first - rows.there[0] * factor, rows.num)
-
-
-def step_rows(call: Call) -> Tensor:
-    """Take every `step`-th row."""
-    made: Tensor = aten.slice.Tensor(call.args[0], call.state["dim"], 0, None, call.state["step"])
+    for each in call.along:
+        made = made.narrow(each.dim, each.first - each.there[0] * factor, each.num)
     return made
 
 
+def step_rows(call: Call) -> Tensor:
+    """Take every so many rows."""
+    made: Tensor = aten.slice.Tensor(call.args[0], call.state["dim"], 0, None, call.state["every"])
+    return made
+
+
+def paddings(call: Call) -> list[int]:
+    """Return the numbers of absent inputs around those of a block, as `torch.nn.functional.pad`."""
+    found = [0] * (2 * (call.args[0].dim() - 2))
+    for each in call.along:
+        place = 2 * (call.args[0].dim() - 1 - each.dim)
+        found[place : place + 2] = each.outside
+    return found
+
+
 class _MaxPool(Function):
-    """Max pooling of rows that pads top and bottom itself, and saves only the maxima's places."""
+    """Max pooling that pads the edges of the map itself, and saves only the maxima's places."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, outside: tuple[int, int], options: tuple[Any, ...]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, outside: list[int], options: tuple[Any, ...]) -> Tensor:
+        ctx.inside = list(enumerate(x.shape))[2:]
         if any(outside):
             lowest = float("-inf") if x.is_floating_point() else torch.iinfo(x.dtype).min
-            x = functional.pad(x, (0, 0, *outside), value=lowest)
-        made, places = aten.max_pool2d_with_indices.default(x, *options)
+            x = functional.pad(x, outside, value=lowest)
+        pool, _ = _MAX_POOL[x.dim() - 2]
+        made, places = pool(x, *options)
         ctx.save_for_backward(places)
-        ctx.outside = outside
+        ctx.before = outside[-2::-2]
         ctx.options = options
         ctx.like = (x.shape, x.dtype)
         return made  # type: ignore[no-any-return]
@@ -172,75 +199,116 @@ class _MaxPool(Function):
         shape, dtype = ctx.like
         # the kernel reads only its shape
         like = torch.empty(shape, dtype=dtype, device=gradient.device)
-        found = aten.max_pool2d_with_indices_backward.default(gradient, like, *ctx.options, places)
-        above, below = ctx.outside
-        return found.narrow(2, above, shape[2] - above - below), None, None
+        _, pool_backward = _MAX_POOL[len(shape) - 2]
+        found = pool_backward(gradient, like, *ctx.options, places)
+        for (dim, size), begin in zip(ctx.inside, ctx.before, strict=True):
+            found = found.narrow(dim, begin, size)
+        return found, None, None
 
 
+_MAX_POOL: dict[int, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
+    2: (aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default),
+    3: (aten.max_pool3d_with_indices.default, aten.max_pool3d_with_indices_backward.default),
+}
 _apply_max_pool: Callable[..., Tensor] = _MaxPool.apply
 
 
 def max_pool(call: Call) -> Tensor:
-    """Max-pool rows; the padding is below every value."""
+    """Max-pool a block; the padding is below every value."""
     state = call.state
     options = (
         state["kernel"],
         state["stride"],
-        (0, state["side"]),
+        state["sides"],
         state["dilation"],
         state["ceil_mode"],
     )
-    return _apply_max_pool(call.args[0], call.rows.outside, options)
+    x, outside = call.args[0], paddings(call)
+    if x.dim() > 3:
+        return _apply_max_pool(x, outside, options)
+    lines = _apply_max_pool(  # one row of two dimensions
+        x.unsqueeze(2),
+        [*outside, 0, 0],
+        tuple(
+            (blank, *each) if isinstance(each, tuple) else each
+            for blank, each in zip((1, 1, 0, 1, None), options, strict=True)
+        ),
+    )
+    return lines.squeeze(2)
 
 
 def average_pool(call: Call) -> Tensor:
-    """Pool rows and count them as the whole image would; rows outside the map are zeros."""
+    """Pool a block and count inputs as the whole map would; those outside the map are zeros."""
     state = call.state
-    made = functional.avg_pool2d(
+    kernel = state["kernel"]
+    made: Tensor = _AVERAGE_POOL[len(kernel)](
         call.args[0],
-        state["kernel"],
+        kernel,
         state["stride"],
-        (0, state["side"]),
+        state["sides"],
         state["ceil_mode"],
         state["count_include_pad"],
-        state["override"],
+        *([state["override"]] if len(kernel) > 1 else []),
     )
-    counts = state["counts"][call.rows.first : call.rows.last]
-    if all(count == state["kernel"][0] for count in counts):
-        return made
-    factors = [state["kernel"][0] / count for count in counts]
-    wide = made.to(wide_dtype(made.dtype))
-    return (wide * torch.tensor(factors, dtype=wide.dtype, device=made.device).view(-1, 1)).to(
-        made.dtype
-    )
+    dtype = made.dtype
+    for each in call.along:
+        own = kernel[each.dim - 2]
+        counts = state["counts"][each.dim][each.first : each.last]
+        if all(count == own for count in counts):
+            continue
+        made = made.to(wide_dtype(dtype))
+        factors = torch.tensor(
+            [own / count for count in counts], dtype=made.dtype, device=made.device
+        )
+        made = made * _spread(factors, made, each.dim)
+    return made.to(dtype)
+
+
+_AVERAGE_POOL: dict[int, Callable[..., Tensor]] = {
+    1: functional.avg_pool1d,
+    2: functional.avg_pool2d,
+    3: functional.avg_pool3d,
+}
+
+
+def _spread(values: Tensor, like: Tensor, dim: int) -> Tensor:
+    """Return values along a dimension, to be broadcast over the others."""
+    return values.view([-1 if each == dim else 1 for each in range(like.dim())])
 
 
 def pad_rows(call: Call) -> Tensor:
-    """Pad with a value, rows at the top and bottom of the map only."""
+    """Pad with a value, at the edges of the map only."""
+    x = call.args[0]
     amounts = list(call.state["amounts"])
-    place = call.state["place"]
-    if place < len(amounts):
-        amounts[place : place + 2] = call.rows.outside
-    return functional.pad(call.args[0], amounts, value=call.state["value"])
+    amounts += [0] * (2 * x.dim() - len(amounts))
+    for each in call.along:
+        place = 2 * (x.dim() - 1 - each.dim)
+        amounts[place : place + 2] = each.outside
+    while amounts and not any(amounts[-2:]):
+        del amounts[-2:]
+    return functional.pad(x, amounts, value=call.state["value"])
 
 
 def resample(call: Call) -> Tensor:
-    """Take rows by number, or interpolate between two of them by shares, and change the width.
+    """Take rows by number, or interpolate between two of them by shares, along each axis.
 
-    Shares of 16-bit values are computed in float32.
+    Then the dimensions that are no axes are resampled. Shares of 16-bit values are computed in
+    float32.
     """
-    x = call.args[0]
-    rows = call.rows
+    made = call.args[0]
+    dtype = made.dtype
     state = call.state
-    made = x.index_select(2, _places(state["lower"], rows, x.device))
-    if state["share"] is not None:
-        wide = wide_dtype(x.dtype)
-        share = torch.tensor(
-            state["share"][rows.first : rows.last], dtype=wide, device=x.device
-        ).view(-1, 1)
-        upper = x.index_select(2, _places(state["upper"], rows, x.device))
-        made = made.to(wide) * (1 - share) + upper.to(wide) * share
-    return state["sides"](made, rows.num).to(x.dtype)  # type: ignore[no-any-return]
+    for each in call.along:
+        lower, upper, share = state["places"][each.dim]
+        rows = made.index_select(each.dim, _places(lower, each, made.device))
+        if share is not None:
+            wide = wide_dtype(dtype)
+            shares = torch.tensor(share[each.first : each.last], dtype=wide, device=made.device)
+            shares = _spread(shares, made, each.dim)
+            after = made.index_select(each.dim, _places(upper, each, made.device))
+            rows = rows.to(wide) * (1 - shares) + after.to(wide) * shares
+        made = rows
+    return state["sides"](made, block_shape(call, state["shape"])).to(dtype)  # type: ignore[no-any-return]
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -248,61 +316,68 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def _places(numbers: Sequence[int], rows: Rows, device: torch.device) -> Tensor:
+def _places(numbers: Sequence[int], along: Along, device: torch.device) -> Tensor:
     return torch.tensor(
-        [row - rows.there[0] for row in numbers[rows.first : rows.last]], device=device
+        [row - along.there[0] for row in numbers[along.first : along.last]], device=device
     )
 
 
-def adaptive_average(call: Call) -> Tensor:
-    """Add the rows of a strip to the averages that have begun.
+def add_up(call: Call) -> Tensor:
+    """Add a block to the sums or averages along an axis that have begun.
 
-    Return all of these averages, finished ones first. If all rows are there at once, the operation
-    itself computes them; sums of several strips have at least 32 bits.
+    Return all of these, finished ones first. If the whole map is there at once, the operation
+    itself computes them; sums of several blocks have at least 32 bits.
     """
-    x = call.args[0]
-    rows = call.rows
+    x: Tensor = call.args[0]
+    along = call.summed
+    assert along is not None
     state = call.state
-    if rows.there == (0, rows.height_in):
+    if along.there == (0, along.size_in) and not call.along:
         own: Tensor = call.target(*call.args, **call.kwargs)
-        return own.reshape(*x.shape[:2], rows.height, state["columns"])
+        return own.reshape([*x.shape[:2], *state["bins"]])
     x = x.to(state["dtype"])
-    rule = state["rule"]
-    columns = state["columns"]
-    width = state["width"]
-    begun = min(rows.height, rule.begun(rows.end))
+    begun = min(along.size, state["rule"].begun(along.end))
     kind = {"dtype": x.dtype, "device": x.device}
-    per_row = _shares(
-        rows.first,
-        begun,
-        rows.height_in,
-        rows.height,
-        (rows.begin, rows.end),
-        state["is_sum"],
-        kind,
-    )
     made = x
-    if columns != width:
-        made = x.matmul(_shares(0, columns, width, columns, (0, width), state["is_sum"], kind).t())
-    made = per_row.matmul(made)
-    if call.carried is None or not call.carried.shape[2]:
+    for dim in reversed(range(2, x.dim())):
+        bins = state["bins"][dim - 2]
+        span, there = (along.first, begun), (along.begin, along.end)
+        if dim != along.dim:
+            if dim not in state["others"]:
+                continue
+            span, there = (0, bins), (0, x.shape[dim])
+        whole = along.size_in if dim == along.dim else x.shape[dim]
+        made = _along(made, dim, _shares(span, whole, bins, there, state["is_sum"], kind))
+    if call.carried is None or not call.carried.shape[along.dim]:
         return made
-    count = call.carried.shape[2]
-    if count == made.shape[2]:
+    count = call.carried.shape[along.dim]
+    if count == made.shape[along.dim]:
         return made + call.carried
-    return torch.cat([made[:, :, :count] + call.carried, made[:, :, count:]], 2)
+    first, rest = made.split([count, made.shape[along.dim] - count], along.dim)
+    return torch.cat([first + call.carried, rest], along.dim)
+
+
+def _along(x: Tensor, dim: int, shares: Tensor) -> Tensor:
+    """Multiply a map with a matrix along a dimension."""
+    if dim == x.dim() - 1:
+        made: Tensor = x.matmul(shares.t())
+    elif dim == x.dim() - 2:
+        made = shares.matmul(x)
+    else:
+        made = shares.matmul(x.transpose(dim, -2)).transpose(dim, -2)
+    return made
 
 
 def _shares(
-    first: int,
-    last: int,
+    span: tuple[int, int],
     size: int,
     bins: int,
     there: tuple[int, int],
     is_sum: bool,
     kind: dict[str, Any],
 ) -> Tensor:
-    """Return the share of each row in each bin, of shape (last - first, rows there)."""
+    """Return the share of each row in each bin of a span, of shape (bins, rows there)."""
+    first, last = span
     matrix = torch.zeros((last - first, there[1] - there[0]), **kind)
     for row in range(first, last):
         begin = row * size // bins

@@ -1,18 +1,19 @@
-"""From traced steps to operations on rows, and what cannot be run by rows."""
+"""From traced steps to operations on blocks, and what cannot be run in blocks."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from gems.streaming.operations import convolution, elementwise, shapes, spatial
-from gems.streaming.operations.kernels import run_of
+from gems.streaming.operations.kernels import plain, run_of
 from gems.streaming.operations.operation import (
+    MAP,
     PARTS,
-    ROWS,
     STATIC,
     WHOLE,
     Info,
@@ -22,30 +23,69 @@ from gems.streaming.operations.operation import (
     is_ghost_norm,
     refs,
 )
-from gems.streaming.trace import Step
+from gems.streaming.trace import Ref, Step
+
+aten = torch.ops.aten
 
 
-def lower(known: Known, step: Step) -> Operation:
-    """Return the operation of the next step, and add what it gives to what is known.
+def lower(known: Known, step: Step) -> list[Operation]:
+    """Return the operations of the next step, and add what they give to what is known.
+
+    A step that adds up along several axes becomes an operation for each of them, the last first.
 
     Raises:
         StreamingError: it needs the whole image, or nothing is known of it.
     """
-    made = _lower(known, step)
-    known.infos.append(made.info)
+    made = []
+    for each in _separated(known, step):
+        made.append(_lower(known, each))
+        known.infos.append(made[-1].info)
+        step = each
     return made
+
+
+def _separated(known: Known, step: Step) -> Iterator[Step]:
+    """Yield steps that add up along one axis each, of which the last gives what the step gives."""
+    name = step.operation
+    read = step.args[0] if step.args else None
+    is_adaptive = name.startswith("adaptive_avg_pool")
+    if isinstance(read, Ref) and (is_adaptive or name in ("mean", "sum")):
+        info = known.infos[read.number]
+        value = info.first
+        if is_adaptive:
+            axes = spatial.changed_axes(info, step)
+        else:
+            over = elementwise.reduced(step, value.dim())
+            axes = [dim for dim in over if dim in info.axes and over[0] >= 2]
+        for dim in reversed(axes[1:]):
+            shape = list(value.shape)
+            if is_adaptive:
+                shape[dim] = step.value.shape[dim]
+                args: tuple[Any, ...] = (read, shape[2:])
+                target = step.target
+            else:
+                shape[dim] = 1
+                args = (read, [dim], True)
+                target = aten.mean.dim if name == "mean" else aten.sum.dim_IntList
+            value = value.new_empty(shape, dtype=step.value.dtype)
+            yield replace(step, target=target, args=args, kwargs={}, value=value)
+            read = Ref(len(known.infos) - 1)
+            step = replace(step, args=(read, *step.args[1:]))
+    yield step
 
 
 def _lower(known: Known, step: Step) -> Operation:
     kinds = [known.infos[ref.number].kind for ref in refs(step)]
     if step.operation in _REFUSED and any(kind != STATIC for kind in kinds):
         _REFUSED[step.operation](known, step)
-    if not any(kind in (ROWS, PARTS) for kind in kinds):
+    if not any(kind in (MAP, PARTS) for kind in kinds):
         kind = WHOLE if WHOLE in kinds else STATIC
-        return Operation(step, Info(kind, step.value), run_of(step.operation))
+        dims = next((each.dims for each in known.infos if each.dims), ())
+        info = Info(kind, step.value, (None,) * len(dims) if kind == WHOLE else ())
+        return Operation(step, info, run_of(step.operation))
     if WHOLE in kinds:
         known.refuse(step, "joins rows with what needs the whole image (squeeze-and-excitation)")
-    reads = tuple(ref.number for ref in refs(step) if known.infos[ref.number].kind in (ROWS, PARTS))
+    reads = tuple(ref.number for ref in refs(step) if known.infos[ref.number].kind in (MAP, PARTS))
     if step.operation in elementwise.ROW_FOR_ROW:
         return elementwise.row_for_row(known, step, reads)
     if step.operation not in _LOWER:
@@ -70,7 +110,7 @@ def _refuse_batch_norm(known: Known, step: Step) -> None:
 
 
 def _refuse_norm(known: Known, step: Step, cause: str = "norm") -> None:
-    if any(known.infos[ref.number].kind == ROWS for ref in refs(step)):
+    if any(known.infos[ref.number].kind == MAP for ref in refs(step)):
         known.refuse(step, "needs statistics of the whole image", _NORM_ADVICE, cause)
 
 
@@ -91,15 +131,27 @@ _REFUSED: dict[str, Callable[[Known, Step], None]] = {
     **dict.fromkeys(("matmul", "bmm", "baddbmm", "einsum"), _refuse_product),
     "_native_multi_head_attention": _refuse_attention,
 }
+
+
+def _average_pool(known: Known, step: Step) -> Operation:
+    info = known.first(step)
+    if step.operation == "avg_pool3d" and elementwise.leaves_axes(info, step):
+        return Operation(step, info.moved(step.value, info.dims), plain)
+    return spatial.average_pool(known, step)
+
+
+def _any_axes(name: str) -> tuple[str, ...]:
+    return tuple(name.format(axes) for axes in (1, 2, 3))
+
+
 _LOWER: dict[str, Callable[[Known, Step], Operation]] = {
-    "conv2d": convolution.conv,
+    **dict.fromkeys(_any_axes("conv{}d"), convolution.conv),
+    **dict.fromkeys(_any_axes("conv_transpose{}d"), convolution.conv_transposed),
     "pixel_shuffle": spatial.pixel_shuffle,
     "pixel_unshuffle": spatial.pixel_unshuffle,
-    "conv_transpose2d": convolution.conv_transposed,
-    "max_pool2d": spatial.max_pool,
-    "avg_pool2d": spatial.average_pool,
-    "avg_pool3d": elementwise.average_over_channels,
-    "adaptive_avg_pool2d": spatial.adaptive_average,
+    **dict.fromkeys(_any_axes("max_pool{}d"), spatial.max_pool),
+    **dict.fromkeys(_any_axes("avg_pool{}d"), _average_pool),
+    **dict.fromkeys(_any_axes("adaptive_avg_pool{}d"), spatial.adaptive_average),
     **dict.fromkeys(
         ("mean", "sum", "var", "std", "var_mean", "linalg_vector_norm", "amax", "amin", "prod"),
         elementwise.reduce,
@@ -129,7 +181,14 @@ _LOWER: dict[str, Callable[[Known, Step], Operation]] = {
     "slice": spatial.take_slice,
     **dict.fromkeys(("pad", "constant_pad_nd"), spatial.pad),
     **dict.fromkeys(
-        ("upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_bilinear2d"), spatial.upsample
+        (
+            *_any_axes("upsample_nearest{}d"),
+            *_any_axes("_upsample_nearest_exact{}d"),
+            "upsample_linear1d",
+            "upsample_bilinear2d",
+            "upsample_trilinear3d",
+        ),
+        spatial.upsample,
     ),
     operator.getitem.__name__: shapes.item,
 }

@@ -1,68 +1,112 @@
-"""An operation on rows, and what is known of the values that it reads."""
+"""An operation on a map in blocks, and what is known of the values that it reads."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from gems.streaming.axis_plan import AxisValue
+from gems.streaming.axis_rules import Rule
 from gems.streaming.errors import StreamingError
 from gems.streaming.ghost_norm import GhostBatchNorm2d
 from gems.streaming.operations.kernels import Run
-from gems.streaming.row_rules import Rule
 from gems.streaming.trace import Ref, Step, Weight, changed_weights
 
-ROWS = "rows"
+MAP = "map"
 WHOLE = "whole"
 STATIC = "static"
 PARTS = "parts"
+Dims = tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """What is known of a value: whether it has rows, and in which dimension.
+    """What is known of a value: whether it comes in blocks, and in which dimensions.
 
-    "whole" values are there in the last strip only (after a global pooling), "static" ones depend
-    on no input (a weight that is standardised), "parts" are tensors with rows that one operation
-    gives (a split of channels).
+    `dims` has the dimension of each axis, or None for an axis that is gone: such a value is there
+    in the last part of that axis only. "whole" values have no axis left (after a global pooling),
+    "static" ones depend on no input (a weight that is standardised), "parts" are tensors in blocks
+    that one operation gives (a split of channels).
     """
 
     kind: str
     value: Any
-    dim: int = -1
+    dims: Dims = ()
 
     @property
-    def height(self) -> int:
-        """Rows of the whole map."""
-        value = self.value[0] if self.kind == PARTS else self.value
-        return int(value.shape[self.dim])
+    def first(self) -> Any:
+        """The tensor, or the first of several."""
+        return self.value[0] if self.kind == PARTS else self.value
+
+    @property
+    def axes(self) -> dict[int, int]:
+        """The axes by their dimensions."""
+        return {dim: axis for axis, dim in enumerate(self.dims) if dim is not None}
+
+    def size(self, axis: int) -> int:
+        """Return the size of the whole map along an axis, 1 if the value does not have it."""
+        dim = self.dims[axis] if self.dims else None
+        return 1 if dim is None else int(self.first.shape[dim])
+
+    def moved(self, value: Any, dims: Dims) -> Info:
+        """Return a value in blocks of other dimensions, or a whole one if no axis is left."""
+        if all(dim is None for dim in dims):
+            return Info(WHOLE, value, dims)
+        return Info(PARTS if isinstance(value, tuple | list) else MAP, value, dims)
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A step, and how it runs on rows.
+    """A step, and how it runs on a block.
 
     `is_elementwise` are those whose tensors are broadcast. `how` is what writes its output where
     that is no function of its own: an activation, or a sum or concatenation of what it reads.
-    `reads` are the values with rows that it reads.
+    `reads` are the values in blocks that it reads. `rules` has a rule for each axis, or None where
+    it makes each output of the input at the same place. It adds up along the axis `summed`.
     """
 
     step: Step
     info: Info
     run: Run
     reads: tuple[int, ...] = ()
-    rule: Rule | None = None
+    rules: tuple[Rule | None, ...] = ()
     how: str = "copy"
-    is_summed: bool = False
+    summed: int | None = None
     has_zeros: bool = False
-    is_late: bool = False
     is_elementwise: bool = False
     state: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def height(self) -> int:
-        """Rows of what it gives, 1 if that is there whole."""
-        return 1 if self.info.kind == WHOLE else self.info.height
+    def values(
+        self, infos: Sequence[Info], reads: tuple[int, ...], together: int
+    ) -> list[AxisValue]:
+        """Return what the operation gives along each axis, for the plan of its blocks.
+
+        There, `reads` are the values that it reads; it takes `together` strips of rows at once.
+        """
+        rules = self.rules or (None,) * len(infos[self.reads[0]].dims)
+        is_windowed = any(
+            rule is not None and axis != self.summed for axis, rule in enumerate(rules)
+        )
+        return [
+            AxisValue(
+                self.info.size(axis),
+                (),
+                rule,
+                reads,
+                is_windowed=is_windowed,
+                is_summed=axis == self.summed,
+                has_zeros=self.has_zeros,
+                is_late=self._is_late(infos, axis),
+                together=1 if axis else together,
+            )
+            for axis, rule in enumerate(rules)
+        ]
+
+    def _is_late(self, infos: Sequence[Info], axis: int) -> bool:
+        is_gone = self.info.dims[axis] is None
+        return is_gone and any(infos[read].dims[axis] is not None for read in self.reads)
 
 
 @dataclass(slots=True)
@@ -72,14 +116,14 @@ class Known:
     infos: list[Info]
 
     def first(self, step: Step) -> Info:
-        """Return what is known of a step's first argument, which has rows."""
+        """Return what is known of a step's first argument, which comes in blocks."""
         argument = step.args[0]
-        if not isinstance(argument, Ref) or self.infos[argument.number].kind not in (ROWS, PARTS):
+        if not isinstance(argument, Ref) or self.infos[argument.number].kind not in (MAP, PARTS):
             self.refuse(step, "takes rows elsewhere than as its first argument")
         return self.infos[argument.number]
 
     def refuse(self, step: Step, why: str, advice: str = "", cause: str = "") -> NoReturn:
-        """Raise StreamingError for a step that cannot run by rows."""
+        """Raise StreamingError for a step that cannot run in blocks."""
         where = f"layer {step.name} ({step.kind}: {step.operation})"
         raise StreamingError(f"{where} {why}", advice, cause)
 
@@ -124,7 +168,7 @@ def is_ghost_norm(step: Step) -> bool:
 
 
 def strips_at_once(
-    operation: Operation, infos: Sequence[Info], strips: int, min_positions: int
+    operation: Operation, infos: Sequence[Info], grid: Sequence[int], min_positions: int
 ) -> int:
     """Return how many strips an operation takes at once.
 
@@ -135,17 +179,21 @@ def strips_at_once(
     """
     name = operation.step.operation
     count = 1
-    if operation.info.kind != ROWS or (name not in _PRODUCTS and not is_ghost_norm(operation.step)):
+    if operation.info.kind != MAP or (name not in _PRODUCTS and not is_ghost_norm(operation.step)):
         return count
     shape = operation.info.value.shape
     positions = operation.info.value.numel() / shape[_PRODUCTS.get(name, 1)]
-    while count < strips and positions * count < min_positions * strips:
+    while count < grid[0] and positions * count < min_positions * math.prod(grid):
         count *= 2
-    return min(count, strips)
+    return min(count, grid[0])
 
 
 # what multiplies with weights, and the dimension of its channels
-_PRODUCTS = {"conv2d": 1, "conv_transpose2d": 1, "linear": -1}
+_PRODUCTS = {
+    **{f"conv{axes}d": 1 for axes in (1, 2, 3)},
+    **{f"conv_transpose{axes}d": 1 for axes in (1, 2, 3)},
+    "linear": -1,
+}
 
 
 def refs(step: Step) -> list[Ref]:

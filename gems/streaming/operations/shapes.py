@@ -1,10 +1,10 @@
-"""Operations that change the shape, and where in it the rows are."""
+"""Operations that change the shape, and where in it the axes are."""
 
 from __future__ import annotations
 
+from gems.streaming.axis_rules import Lookup, Rule
 from gems.streaming.operations.kernels import plain, reshape
-from gems.streaming.operations.operation import ROWS, WHOLE, Info, Known, Operation, arguments
-from gems.streaming.row_rules import Lookup
+from gems.streaming.operations.operation import Dims, Info, Known, Operation, arguments
 from gems.streaming.trace import Step
 
 
@@ -19,34 +19,33 @@ def permute(known: Known, step: Step) -> Operation:
     else:
         one, two = (given[key] % ndim for key in ("dim0", "dim1"))
         order[one], order[two] = order[two], order[one]
-    return Operation(step, Info(ROWS, step.value, order.index(info.dim)), plain)
+    dims = tuple(None if dim is None else order.index(dim) for dim in info.dims)
+    return Operation(step, info.moved(step.value, dims), plain)
 
 
 def view(known: Known, step: Step) -> Operation:
-    """Return a change of shape: by rows if they stay a dimension, else whole in the last strip."""
+    """Return a change of shape: in blocks along axes that stay a dimension, else whole."""
     info = known.first(step)
-    before = info.value.shape
     shape = step.value.shape
-    outer = before[: info.dim].numel()
-    reached = 1
-    for dim, size in enumerate(shape):
-        if reached == outer and size == info.height:
-            return Operation(
-                step,
-                Info(ROWS, step.value, dim),
-                reshape,
-                state={"dim": dim, "shape": tuple(shape)},
-            )
-        reached *= size
-    rule = Lookup((0,), (info.height,))
-    return Operation(step, Info(WHOLE, step.value), plain, rule=rule, is_late=True)
+    dims: list[int | None] = []
+    for axis, dim in enumerate(info.dims):
+        outer = None if dim is None else info.value.shape[:dim].numel()
+        dims.append(None)
+        reached = 1
+        for place, size in enumerate(shape):
+            if reached == outer and size == info.size(axis) and place not in dims:
+                dims[axis] = place
+                break
+            reached *= size
+    return _without_axes(info, step, tuple(dims))
 
 
 def unsqueeze(known: Known, step: Step) -> Operation:
     """Return the operation that adds a dimension."""
     info = known.first(step)
-    dim = arguments(step)["dim"] % step.value.dim()
-    return Operation(step, Info(ROWS, step.value, info.dim + (dim <= info.dim)), plain)
+    new = arguments(step)["dim"] % step.value.dim()
+    dims = tuple(None if dim is None else dim + (new <= dim) for dim in info.dims)
+    return Operation(step, info.moved(step.value, dims), plain)
 
 
 def squeeze(known: Known, step: Step) -> Operation:
@@ -56,16 +55,28 @@ def squeeze(known: Known, step: Step) -> Operation:
     dims = arguments(step).get("dim")
     given = range(ndim) if dims is None else [dims] if isinstance(dims, int) else dims
     gone = {dim % ndim for dim in given if info.value.shape[dim] == 1}
-    if info.dim in gone:
-        return Operation(
-            step, Info(WHOLE, step.value), plain, rule=Lookup((0,), (info.height,)), is_late=True
-        )
-    return Operation(
-        step, Info(ROWS, step.value, info.dim - sum(dim < info.dim for dim in gone)), plain
+    left = tuple(
+        None if own is None or own in gone else own - sum(dim < own for dim in gone)
+        for own in info.dims
     )
+    if any(own in gone for own in info.dims):
+        return _without_axes(info, step, left)
+    return Operation(step, info.moved(step.value, left), plain)
 
 
 def item(known: Known, step: Step) -> Operation:
     """Return the operation that takes one of several parts."""
     info = known.first(step)
-    return Operation(step, Info(ROWS, step.value, info.dim), plain)
+    return Operation(step, info.moved(step.value, info.dims), plain)
+
+
+def _without_axes(info: Info, step: Step, dims: Dims) -> Operation:
+    """Return the operation that waits for the whole map along axes that it takes away."""
+    rules: tuple[Rule | None, ...] = tuple(
+        Lookup((0,), (info.size(axis),)) if dim is None and info.dims[axis] is not None else None
+        for axis, dim in enumerate(dims)
+    )
+    made = info.moved(step.value, dims)
+    run = plain if all(dim is None for dim in dims) or step.operation == "squeeze" else reshape
+    state = {"shape": tuple(step.value.shape)}
+    return Operation(step, made, run, rules=rules if any(rules) else (), state=state)

@@ -1,228 +1,284 @@
-"""Operations that read windows of rows: poolings, resampling, padding and crops."""
+"""Operations that read windows of a map: poolings, resampling, padding and crops."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gems.streaming.axis_rules import Bins, Lookup, Rule, Transposed, Window
 from gems.streaming.operations import kernels
 from gems.streaming.operations.kernels import Run, plain
-from gems.streaming.operations.operation import ROWS, Info, Known, Operation, arguments
-from gems.streaming.row_rules import Bins, Lookup, Rule, Transposed, Window
+from gems.streaming.operations.operation import MAP, Info, Known, Operation, arguments
 from gems.streaming.trace import Step
 
 aten = torch.ops.aten
 
 
-def pair(value: Any, default: int = 0) -> tuple[int, int]:
-    """Return the values of both dimensions, of which torch may be given one or none."""
+def each_of(value: Any, count: int, default: int = 0) -> tuple[int, ...]:
+    """Return the values of all dimensions of a map, of which torch may be given one or none."""
     values = [value] if isinstance(value, int) else list(value)
-    if not values:
-        return default, default
-    return values[0], values[-1]
+    return tuple(values if len(values) == count else (values or [default]) * count)
 
 
 def check_image(known: Known, step: Step) -> Info:
-    """Return the input, whose rows must be those of (N, C, H, W)."""
+    """Return the input, whose axes must be among the dimensions after (N, C)."""
     info = known.first(step)
-    if info.kind != ROWS or info.value.dim() != 4 or info.dim != 2:
+    if (
+        info.kind != MAP
+        or any(dim < 2 for dim in info.axes)
+        or list(info.axes) != sorted(info.axes)
+    ):
         known.refuse(step, "reads rows that are not the third dimension of (N, C, H, W)")
     return info
 
 
-def on_rows(step: Step, run: Run, rule: Rule, has_zeros: bool = False, **state: Any) -> Operation:
-    """Return the operation that makes rows of a map by `rule`."""
+def on_map(
+    info: Info,
+    step: Step,
+    run: Run,
+    rules: Mapping[int, Rule],
+    has_zeros: bool = False,
+    **state: Any,
+) -> Operation:
+    """Return the operation that makes a map of another by the rules of its dimensions."""
     return Operation(
-        step, Info(ROWS, step.value, 2), run, rule=rule, has_zeros=has_zeros, state=state
+        step,
+        Info(MAP, step.value, info.dims),
+        run,
+        rules=tuple(None if dim is None else rules.get(dim) for dim in info.dims),
+        has_zeros=has_zeros,
+        state=state,
     )
 
 
-def _pooling(
-    step: Step,
-) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int], dict[str, Any]]:
+def _pooling(info: Info, step: Step) -> tuple[dict[int, Rule], dict[str, Any]]:
+    """Return the rules of a pooling, and what its kernel needs; axes are padded apart."""
     given = arguments(step)
-    kernel = pair(given["kernel_size"])
-    stride = pair(given["stride"]) if given["stride"] else kernel
-    return kernel, stride, pair(given["padding"]), given
+    count = info.value.dim() - 2
+    kernel = each_of(given["kernel_size"], count)
+    stride = each_of(given["stride"], count) if given["stride"] else kernel
+    padding = each_of(given["padding"], count)
+    dilation = each_of(given.get("dilation", 1), count)
+    rules: dict[int, Rule] = {
+        dim: Window(kernel[dim - 2], stride[dim - 2], padding[dim - 2], dilation[dim - 2])
+        for dim in info.axes
+    }
+    sides = tuple(0 if place + 2 in rules else side for place, side in enumerate(padding))
+    return rules, {
+        "kernel": kernel,
+        "stride": stride,
+        "sides": sides,
+        "dilation": dilation,
+        "ceil_mode": given["ceil_mode"],
+    }
 
 
 def max_pool(known: Known, step: Step) -> Operation:
     """Return the max pooling."""
-    check_image(known, step)
-    kernel, stride, padding, given = _pooling(step)
-    dilation = pair(given["dilation"])
-    rule = Window(kernel[0], stride[0], padding[0], dilation[0])
-    return on_rows(
-        step,
-        kernels.max_pool,
-        rule,
-        kernel=kernel,
-        stride=stride,
-        side=padding[1],
-        dilation=dilation,
-        ceil_mode=given["ceil_mode"],
-    )
+    info = check_image(known, step)
+    rules, state = _pooling(info, step)
+    return on_map(info, step, kernels.max_pool, rules, **state)
 
 
 def average_pool(known: Known, step: Step) -> Operation:
-    """Return the average pooling, with how many rows each of its rows counts."""
+    """Return the average pooling, with how many inputs each output counts along each axis."""
     info = check_image(known, step)
-    kernel, stride, padding, given = _pooling(step)
-    rule = Window(kernel[0], stride[0], padding[0])
-    override = given["divisor_override"]
-    counts = []
-    for row in range(step.value.shape[2]):
-        begin, end = rule.reads(row, row + 1)
-        inside = min(end, info.height), max(begin, 0)
-        padded = min(end, info.height + padding[0]), begin
-        rows = padded if given["count_include_pad"] else inside
-        counts.append(kernel[0] if override else rows[0] - rows[1])
-    return on_rows(
-        step,
-        kernels.average_pool,
-        rule,
-        True,
-        kernel=kernel,
-        stride=stride,
-        side=padding[1],
-        override=override,
-        ceil_mode=given["ceil_mode"],
-        count_include_pad=given["count_include_pad"],
-        counts=tuple(counts),
-    )
+    given = arguments(step)
+    rules, state = _pooling(info, step)
+    override = given.get("divisor_override")
+    counts: dict[int, tuple[int, ...]] = {}
+    for dim, rule in rules.items():
+        size = info.value.shape[dim]
+        kernel, padding = state["kernel"][dim - 2], each_of(given["padding"], info.value.dim() - 2)
+        spans = [rule.reads(row, row + 1) for row in range(step.value.shape[dim])]
+        if override:
+            counts[dim] = (kernel,) * len(spans)
+        elif given["count_include_pad"]:
+            counts[dim] = tuple(min(end, size + padding[dim - 2]) - begin for begin, end in spans)
+        else:
+            counts[dim] = tuple(min(end, size) - max(begin, 0) for begin, end in spans)
+    state |= {
+        "override": override,
+        "count_include_pad": given["count_include_pad"],
+        "counts": counts,
+    }
+    return on_map(info, step, kernels.average_pool, rules, True, **state)
 
 
 def pixel_shuffle(known: Known, step: Step) -> Operation:
-    """Return the operation that makes several rows of the channels of one."""
-    check_image(known, step)
+    """Return the operation that makes several rows and columns of the channels of one."""
+    info = check_image(known, step)
     factor = arguments(step)["upscale_factor"]
-    return on_rows(step, kernels.pixel_shuffle, Transposed(factor, factor), factor=factor)
+    rules = dict.fromkeys(info.axes, Transposed(factor, factor))
+    return on_map(info, step, kernels.pixel_shuffle, rules, factor=factor)
 
 
 def pixel_unshuffle(known: Known, step: Step) -> Operation:
-    """Return the operation that makes channels of neighbouring rows."""
-    check_image(known, step)
+    """Return the operation that makes channels of neighbouring rows and columns."""
+    info = check_image(known, step)
     factor = arguments(step)["downscale_factor"]
-    return on_rows(step, plain, Window(factor, factor))
+    return on_map(info, step, plain, dict.fromkeys(info.axes, Window(factor, factor)))
 
 
 def adaptive_average(known: Known, step: Step) -> Operation:
-    """Return the average over shares of the rows, as sums that run on."""
+    """Return the average over shares of the one axis that it changes, as sums that run on.
+
+    Dimensions that are no axes are averaged too.
+    """
     info = check_image(known, step)
-    rows, columns = step.value.shape[2:]
-    rule = Bins(info.height, rows)
+    dim = [*info.axes, *changed_axes(info, step)][-1]
+    return running_sum(info, step, dim, info.axes[dim], Info(MAP, step.value, info.dims))
+
+
+def changed_axes(info: Info, step: Step) -> list[int]:
+    """Return the dimensions of the axes whose size a step changes."""
+    return [dim for dim in info.axes if info.value.shape[dim] != step.value.shape[dim]]
+
+
+def running_sum(info: Info, step: Step, dim: int, axis: int, made: Info) -> Operation:
+    """Return the sum or average along one axis, whose dimensions are kept until it is complete."""
+    bins = list(info.value.shape[2:])
+    over = arguments(step).get("dim")
+    shape = step.value.shape
+    for place in range(len(bins)):
+        if over is None:
+            bins[place] = shape[place + 2]
+        elif place + 2 in {each % info.value.dim() for each in _listed(over)}:
+            bins[place] = 1
+    rule = Bins(info.size(axis), bins[dim - 2])
     state = {
-        "columns": columns,
-        "width": info.value.shape[3],
-        "is_sum": False,
+        "bins": tuple(bins),
+        "others": {
+            place + 2
+            for place, count in enumerate(bins)
+            if count != info.value.shape[place + 2] and place + 2 not in info.axes
+        },
+        "is_sum": step.operation == "sum",
         "rule": rule,
         "dtype": kernels.wide_dtype(step.value.dtype),
+        "shape": tuple(shape),
     }
-    return Operation(
-        step,
-        Info(ROWS, step.value, 2),
-        kernels.adaptive_average,
-        rule=rule,
-        is_summed=True,
-        state=state,
-    )
+    rules = tuple(rule if each == axis else None for each in range(len(info.dims)))
+    return Operation(step, made, kernels.add_up, rules=rules, summed=axis, state=state)
 
 
 def take_slice(known: Known, step: Step) -> Operation:
     """Return the crop, or every so many rows."""
     info = known.first(step)
     given = arguments(step)
-    if given["dim"] % info.value.dim() != info.dim:
-        return Operation(step, Info(ROWS, step.value, info.dim), plain)
+    dim = given["dim"] % info.first.dim()
+    if dim not in info.axes:
+        return Operation(step, info.moved(step.value, info.dims), plain)
+    size = info.first.shape[dim]
     start = given["start"] or 0
-    start = min(max(start + info.height if start < 0 else start, 0), info.height)
-    rule = Window(1, given["step"], -start)
-    state = {"dim": info.dim, "step": given["step"]}
-    return Operation(
-        step, Info(ROWS, step.value, info.dim), kernels.step_rows, rule=rule, state=state
-    )
+    start = min(max(start + size if start < 0 else start, 0), size)
+    rules = {dim: Window(1, given["step"], -start)}
+    return on_map(info, step, kernels.step_rows, rules, dim=dim, every=given["step"])
 
 
 def pad(known: Known, step: Step) -> Operation:
-    """Return the padding: with a value, or with rows of the map."""
+    """Return the padding: with a value, or with rows and columns of the map."""
     info = known.first(step)
     given = arguments(step)
-    amounts = list(given["pad"])
-    place = 2 * (info.value.dim() - 1 - info.dim)
-    top, bottom = (amounts[place : place + 2] or [0, 0]) if place < len(amounts) else (0, 0)
+    ndim = info.first.dim()
+    amounts = list(given["pad"]) + [0] * (2 * ndim - len(given["pad"]))
+    sides = {dim: amounts[2 * (ndim - 1 - dim) :][:2] for dim in info.axes}
     mode = given.get("mode", "constant")
-    value = given.get("value") or 0.0
     if mode == "constant":
-        state = {"dim": info.dim, "place": place, "amounts": tuple(amounts), "value": float(value)}
-        return Operation(
-            step,
-            Info(ROWS, step.value, info.dim),
-            kernels.pad_rows,
-            rule=Window(1, 1, top),
-            state=state,
-        )
-    if not top and not bottom:
-        return Operation(step, Info(ROWS, step.value, info.dim), plain)
+        rules = {dim: Window(1, 1, before) for dim, (before, _) in sides.items()}
+        value = float(given.get("value") or 0.0)
+        return on_map(info, step, kernels.pad_rows, rules, amounts=tuple(amounts), value=value)
+    if not any(map(any, sides.values())):
+        return Operation(step, info.moved(step.value, info.dims), plain)
     if mode == "circular":
         known.refuse(step, "pads the top with rows of the bottom")
-    ramp = torch.arange(info.height, dtype=torch.float64, device="cpu").reshape(1, 1, -1, 1)
-    sources = aten.pad.default(ramp, [0, 0, top, bottom], mode).flatten().long().tolist()
-    amounts[place : place + 2] = [0, 0]
+    places = {}
+    for dim, (before, after) in sides.items():
+        ramp = _ramp(info, dim).reshape(1, 1, -1)
+        lower = aten.pad.default(ramp, [before, after], mode).flatten().long().tolist()
+        places[dim] = lower, None
+        amounts[2 * (ndim - 1 - dim) : 2 * (ndim - dim)] = [0, 0]
 
-    def sides(rows: Tensor, count: int) -> Tensor:
-        made: Tensor = aten.pad.default(rows, amounts, mode)
+    def resample_others(x: Tensor, shape: Sequence[int]) -> Tensor:
+        left = amounts[: len(given["pad"])]
+        made: Tensor = aten.pad.default(x, left, mode) if any(left) else x
         return made
 
-    return _resampling(known, step, sources, None, sides)
+    return _resampling(info, step, places, resample_others)
 
 
 def upsample(known: Known, step: Step) -> Operation:
-    """Return the resampling to the nearest row or between two."""
+    """Return the resampling to the nearest row and column, or between two."""
     info = check_image(known, step)
     given = arguments(step)
     scales = given.get("scale_factors")
     more = {"align_corners": given["align_corners"]} if "align_corners" in given else {}
     target = step.target
-    ramp = torch.arange(info.height, dtype=torch.float64, device="cpu").reshape(1, 1, -1, 1)
-    size = None if scales else [step.value.shape[2], 1]
-    places = target(
-        ramp, size, scale_factors=[scales[0], 1.0] if scales else None, **more
-    ).flatten()
-    lower = places.floor().clamp(0, info.height - 1).long()
-    share = None if not more else (places - lower).tolist()
+    count = info.value.dim() - 2
+    places: dict[int, tuple[list[int], list[float] | None]] = {}
+    for dim in info.axes:
+        ones = [1] * count
+        ones[dim - 2] = -1
+        size = [1] * count
+        size[dim - 2] = step.value.shape[dim]
+        own = [1.0] * count
+        if scales:
+            own[dim - 2] = scales[dim - 2]
+        found = target(
+            _ramp(info, dim).reshape(1, 1, *ones),
+            None if scales else size,
+            scale_factors=own if scales else None,
+            **more,
+        ).flatten()
+        lower = found.floor().clamp(0, info.value.shape[dim] - 1).long()
+        places[dim] = lower.tolist(), (found - lower).tolist() if more else None
 
-    def sides(rows: Tensor, count: int) -> Tensor:
-        width = None if scales else [count, step.value.shape[3]]
-        made: Tensor = target(
-            rows, width, scale_factors=[1.0, scales[1]] if scales else None, **more
+    def resample_others(x: Tensor, shape: Sequence[int]) -> Tensor:
+        if len(places) == count:
+            return x
+        own = (
+            [1.0 if place + 2 in places else scales[place] for place in range(count)]
+            if scales
+            else None
         )
+        made: Tensor = target(x, None if scales else list(shape[2:]), scale_factors=own, **more)
         return made
 
-    return _resampling(known, step, lower.tolist(), share, sides)
+    return _resampling(info, step, places, resample_others)
+
+
+def _ramp(info: Info, dim: int) -> Tensor:
+    return torch.arange(info.value.shape[dim], dtype=torch.float64, device="cpu")
+
+
+def _listed(dims: Any) -> list[int]:
+    return [dims] if isinstance(dims, int) else list(dims)
 
 
 def _resampling(
-    known: Known,
+    info: Info,
     step: Step,
-    lower: list[int],
-    share: list[float] | None,
-    sides: Callable[[Tensor, int], Tensor],
+    places: Mapping[int, tuple[list[int], list[float] | None]],
+    sides: Callable[[Tensor, Sequence[int]], Tensor],
 ) -> Operation:
-    """Return the operation that takes rows by number, or two of them by shares.
+    """Return the operation that takes rows by number, or two of them by shares, along each axis.
 
-    Then `sides` changes the width.
+    Then `sides` resamples the dimensions that are no axes.
     """
-    height = known.first(step).height
-    upper = [
-        min(row + 1, height - 1) if share and share[at] else row for at, row in enumerate(lower)
-    ]
-    begins = list(_running(min, reversed(lower)))[::-1]
-    ends = [row + 1 for row in _running(max, upper)]
-    state = {"lower": lower, "upper": upper, "share": share, "sides": sides}
-    return on_rows(step, kernels.resample, Lookup(tuple(begins), tuple(ends)), False, **state)
+    rules: dict[int, Rule] = {}
+    state: dict[int, tuple[list[int], list[int], list[float] | None]] = {}
+    for dim, (lower, share) in places.items():
+        last = info.value.shape[dim] - 1
+        upper = [min(row + 1, last) if share and share[at] else row for at, row in enumerate(lower)]
+        begins = list(_running(min, reversed(lower)))[::-1]
+        ends = [row + 1 for row in _running(max, upper)]
+        rules[dim] = Lookup(tuple(begins), tuple(ends))
+        state[dim] = lower, upper, share
+    shape = tuple(step.value.shape)
+    return on_map(info, step, kernels.resample, rules, places=state, sides=sides, shape=shape)
 
 
 def _running(function: Callable[[int, int], int], values: Iterable[int]) -> Iterator[int]:

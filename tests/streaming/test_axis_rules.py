@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gems.streaming.row_rules import Bins, Lookup, Rule, Transposed, Window, even_ends
+from gems.streaming.axis_rules import Bins, Lookup, Rule, Transposed, Window, even_ends
 
 small = st.integers(1, 5)
 

@@ -1,7 +1,8 @@
-"""Rules that say which input rows an output row of an operation reads.
+"""Rules that say which inputs an output of an operation reads, along one axis of the map.
 
-All spans of rows are half-open and counted from the top of the whole map. A rule may name rows
-outside the map, at the top because of padding and at the bottom because of padding or ceil mode.
+They are the same for depth, rows and columns; the text speaks of rows. All spans are half-open and
+counted from the start of the whole map. A rule may name rows outside the map: before its start
+because of padding, and after its end because of padding or ceil mode.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ Span = tuple[int, int]
 
 
 class Rule(Protocol):
-    """The rows that an operation reads."""
+    """The rows that an operation reads along an axis."""
 
     def reads(self, first: int, last: int) -> Span:
         """Return the input rows that output rows first to last read, at least one of each."""
@@ -113,9 +114,6 @@ class Bins:
         return -(-rows * self.count // self.height)
 
 
-SAME = Window()
-
-
-def even_ends(height: int, strips: int) -> tuple[int, ...]:
-    """Return the ends of strips that divide `height` rows, as equal as can be."""
-    return tuple(height * strip // strips for strip in range(1, strips + 1))
+def even_ends(size: int, parts: int) -> tuple[int, ...]:
+    """Return the ends of parts that divide an axis of `size`, as equal as can be."""
+    return tuple(size * part // parts for part in range(1, parts + 1))

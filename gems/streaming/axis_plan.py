@@ -1,0 +1,188 @@
+"""Plan the parts of all values of a network along one axis of the map.
+
+The text speaks of rows; depth and columns are planned alike. A value is a feature map that comes in
+parts. The plan says which rows of it are made in a part, which rows its readers take, and which are
+kept for later parts (the carry): the rows that some reader still needs, in one piece or several
+(rows of a long skip are kept as they came, without a copy). In a part, a value has one fresh piece:
+its new rows; before them, the rows of the carry that a windowed reader wants in one tensor with
+them; and rows of zeros, if that reader pads the map. So rows are copied only for the overlap of
+kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gems.streaming.axis_rules import Rule, Span
+
+FRESH = -1
+Readers = frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class AxisValue:
+    """A value along the axis, and how it is made.
+
+    An input of the network has the `ends` of its parts. Any other value names the values that it
+    `reads`. Without a rule it reads them row for row. With a rule it reads one value: as sums over
+    new rows (`is_summed`), or as a window. Rows of the window outside the map are zeros
+    (`has_zeros`) or absent. What it reads must be in one tensor if it `is_windowed` along any axis.
+    A value that `is_late` is made in the last part. Other values wait until `together` parts are
+    there, and take these at once.
+    """
+
+    size: int
+    ends: tuple[int, ...] = ()
+    rule: Rule | None = None
+    reads: tuple[int, ...] = ()
+    is_windowed: bool = False
+    is_summed: bool = False
+    has_zeros: bool = False
+    is_late: bool = False
+    together: int = 1
+
+
+class Piece(NamedTuple):
+    """Rows of a value, in the carried piece `source` or in the fresh one."""
+
+    source: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A value in one part.
+
+    Attributes:
+        new: The rows that are made in this part.
+        fresh: The rows of the tensor that they are written to; rows outside the map are zeros.
+        carried: The pieces that were kept in the part before.
+        copied: The parts of these pieces that are written in front of the new rows.
+        kept: The pieces that are kept for the next part.
+    """
+
+    new: Span
+    fresh: Span
+    carried: tuple[Span, ...]
+    copied: tuple[Piece, ...]
+    kept: tuple[Piece, ...]
+
+
+class AxisPlan:
+    """The plan of all values along one axis; each value must follow those that it reads.
+
+    Attributes:
+        ends: The number of rows of each value after each part.
+    """
+
+    def __init__(self, values: Sequence[AxisValue], num_parts: int) -> None:
+        self.values = tuple(values)
+        self.num_parts = num_parts
+        self.ends: list[tuple[int, ...]] = []
+        for value in values:
+            self.ends.append(value.ends or self._ends_of(value))
+        self._tracks: dict[tuple[int, Readers], tuple[Part, ...]] = {}
+
+    def new(self, number: int, part: int) -> Span:
+        """Return the rows of a value that are made in a part."""
+        ends = self.ends[number]
+        return ends[part - 1] if part else 0, ends[part]
+
+    def window(self, number: int, part: int) -> Span:
+        """Return the rows of other values that are read to make a value's new ones.
+
+        If these have zeros, some may be outside the map.
+        """
+        value = self.values[number]
+        first, last = self.new(number, part)
+        if value.is_summed:
+            return self.new(value.reads[0], part)
+        if value.rule is None or first == last:
+            return first, last
+        begin, end = value.rule.reads(first, last)
+        if value.has_zeros:
+            return begin, end
+        size = self.values[value.reads[0]].size
+        begin = min(max(0, begin), size - 1)
+        return begin, max(begin, min(size, end))
+
+    def track(self, number: int, readers: Readers) -> tuple[Part, ...]:
+        """Return the parts of a value that only some of its readers read."""
+        key = number, readers
+        if key not in self._tracks:
+            self._tracks[key] = self._track_of(number, readers)
+        return self._tracks[key]
+
+    def taken(self, reader: int, number: int, part: int, own: Part) -> tuple[Piece, ...]:
+        """Return the pieces of a value that a reader takes in a part."""
+        window = self.window(reader, part)
+        if not self.values[reader].is_windowed:
+            return _pieces(window, own.carried, own.fresh, own.new)
+        first, last = self.new(reader, part)
+        if first == last:
+            return ()
+        # a window that consists of absent padding only reads no rows of the piece
+        return (Piece(FRESH, *(window if window[0] < window[1] else (own.fresh[0],) * 2)),)
+
+    def _track_of(self, number: int, readers: Readers) -> tuple[Part, ...]:
+        parts: list[Part] = []
+        carried: tuple[Span, ...] = ()
+        for part in range(self.num_parts):
+            new = self.new(number, part)
+            windows = [
+                self.window(reader, part) for reader in readers if self.values[reader].is_windowed
+            ]
+            fresh = _span([new, *(window for window in windows if window[0] < window[1])])
+            firsts = [self._next_row(reader, number, part) for reader in readers]
+            kept = _pieces((min([new[1], *firsts]), new[1]), carried, fresh, new)
+            copied = _overlap((max(0, fresh[0]), new[0]), carried)
+            parts.append(Part(new, fresh, carried, copied, kept))
+            carried = tuple((piece.begin, piece.end) for piece in kept)
+        return tuple(parts)
+
+    def _ends_of(self, value: AxisValue) -> tuple[int, ...]:
+        """Return the number of rows of a value after each part."""
+        ready = [min(each) for each in zip(*map(self.ends.__getitem__, value.reads), strict=True)]
+        if value.rule is not None:
+            size = self.values[value.reads[0]].size
+            ready = [
+                value.size if rows == size else min(value.size, value.rule.ready(rows))
+                for rows in ready
+            ]
+        if value.is_late:
+            return (*[0] * (self.num_parts - 1), value.size)
+        taken = (part - (part + 1) % value.together for part in range(self.num_parts - 1))
+        return (*(ready[part] if part >= 0 else 0 for part in taken), ready[-1])
+
+    def _next_row(self, reader: int, number: int, part: int) -> int:
+        """Return the first row of a value that a reader still needs after a part."""
+        value = self.values[reader]
+        size = self.values[number].size
+        rows = self.ends[reader][part]
+        if rows == value.size or value.is_summed:
+            return size
+        if value.rule is None:
+            return rows
+        return min(max(0, value.rule.reads(rows, rows + 1)[0]), size - 1)
+
+
+def _span(spans: Sequence[Span]) -> Span:
+    return min(begin for begin, _ in spans), max(end for _, end in spans)
+
+
+def _pieces(rows: Span, carried: Sequence[Span], fresh: Span, new: Span) -> tuple[Piece, ...]:
+    """Return the pieces with the given rows, from the fresh piece if possible, else carried."""
+    border = max(0, min(fresh[0], new[0]))
+    own = max(rows[0], border), rows[1]
+    return (
+        *_overlap((rows[0], min(rows[1], border)), carried),
+        *([Piece(FRESH, *own)] if own[0] < own[1] else []),
+    )
+
+
+def _overlap(rows: Span, carried: Sequence[Span]) -> tuple[Piece, ...]:
+    spans = [(max(rows[0], begin), min(rows[1], end)) for begin, end in carried]
+    return tuple(Piece(source, *span) for source, span in enumerate(spans) if span[0] < span[1])
