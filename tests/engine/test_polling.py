@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from gems.engine.transport.links import Links
 from gems.engine.transport.polling import (
     SPIN_MARGIN_S,
     Waiter,
@@ -102,7 +103,41 @@ def test_who_may_not_go_first_goes_on_all_the_same(monkeypatch):
     assert done
 
 
-def test_a_rank_with_a_core_of_its_own_spins_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_rank_on_a_gpu_and_with_a_core_of_its_own_spins_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
-    assert spin_time_s(1) == spin_time_s(4) > 10 * spin_time_s(5)
-    assert spin_time_s(5) == spin_time_s(64) > 0
+    assert spin_time_s(1, True) == spin_time_s(4, True) > 10 * spin_time_s(5, True)
+    assert spin_time_s(5, True) == spin_time_s(64, True) == spin_time_s(1, False) > 0
+
+
+class Messages(Links):
+    """Links without messages."""
+
+    max_tag = 1
+
+    def send(self, tensor: object, rank: int, tag: int, done: object = None) -> None:
+        raise NotImplementedError
+
+    receive = close = send
+
+
+def sleeps_of_a_wait(monkeypatch: pytest.MonkeyPatch, **options: float) -> list[float]:
+    """Return the sleeps of a wait that never spins and ends at the fortieth look."""
+    sleeps: list[float] = []
+    looks = iter(range(40))
+    waiting = Messages(0, 600.0, spin_s=0.0, sleep_s=1.0)
+    monkeypatch.setattr(waiting, "_sleep", sleeps.append)
+    waiting.wait_until(lambda: next(looks) == 39, "data", **options)
+    return sleeps
+
+
+def test_the_sleeps_of_a_wait_grow_by_its_length_up_to_a_limit(monkeypatch):
+    sleeps = sleeps_of_a_wait(monkeypatch)
+    assert sleeps[0] == 1 and sleeps[-1] == sleeps[-2] == 4
+    assert all(sleep <= 1 + sum(sleeps[:i]) / 8 for i, sleep in enumerate(sleeps))
+    assert sleeps == sorted(sleeps)
+
+
+def test_a_given_sleep_stays_as_it_is(monkeypatch):
+    assert set(sleeps_of_a_wait(monkeypatch, sleep_s=3.0)) == {3.0}

@@ -54,7 +54,7 @@ class Connections:
             Transport.of_group,
             comm,
             hang_timeout_s=hang_timeout_s,
-            spin_s=spin_time_s(num_sharers),
+            spin_s=spin_time_s(num_sharers, device.type == "cuda"),
             wait_state=wait_state,
         )
         if transport in ORDERED_TRANSPORTS:

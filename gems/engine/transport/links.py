@@ -13,6 +13,10 @@ from typing import Any, Protocol
 from gems.engine.transport.polling import SPIN_S, WaitState
 
 SLEEP_S = 0.00005
+# each sleep of a wait is this much longer than the one before, so a message is seen late by at most
+# an eighth of its wait; up to a limit
+SLEEP_GROWTH = 1.125
+LONGEST_SLEEP = 4  # times the first
 
 
 class Request(Protocol):
@@ -48,8 +52,8 @@ class Sums(Protocol):
 class Links(ABC):
     """Posts sends and receives of contiguous tensors to other ranks by number, and waits for them.
 
-    Posting returns at once. A wait spins for `spin_s`, then sleeps `sleep_s` between polls, and is
-    recorded in `wait_state`.
+    Posting returns at once. A wait spins for `spin_s`, then sleeps between polls, for `sleep_s` at
+    first, and is recorded in `wait_state`.
 
     Attributes:
         max_tag: the largest tag of a message.
@@ -138,11 +142,19 @@ class Links(ABC):
     ) -> None:
         """Wait until `is_done`, and call `meanwhile` before each check.
 
-        The wait spins first, and then sleeps between polls, so that ranks may share a core.
+        The wait spins first, and then sleeps between polls, so that ranks may share a core. The
+        sleeps grow unless `sleep_s` is given.
 
         Raises:
             StalledError: Nothing came within the hang timeout.
         """
+        pause_s = sleep_s or self._sleep_s
+        longest_s = sleep_s or LONGEST_SLEEP * pause_s
+
+        def pause(seconds: float) -> None:
+            nonlocal pause_s
+            self._sleep(pause_s)
+            pause_s = min(SLEEP_GROWTH * pause_s, longest_s)
 
         def is_done_after_poll() -> object:
             if meanwhile is not None:
@@ -155,10 +167,10 @@ class Links(ABC):
             is_done_after_poll,
             what,
             self._hang_timeout_s,
-            sleep_s or self._sleep_s,
+            pause_s,
             self._spin_s,
             f"rank {self.rank} ",
-            self._sleep,
+            pause,
         )
 
     def _sleep(self, seconds: float) -> None:

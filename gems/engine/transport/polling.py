@@ -139,12 +139,13 @@ def poll_interval_s(num_ranks_here: int) -> float:
     return max(MIN_POLL_S, POLL_S * num_ranks_here / _num_cores())
 
 
-def spin_time_s(num_ranks_here: int) -> float:
+def spin_time_s(num_ranks_here: int, is_on_gpu: bool) -> float:
     """Return how long a rank that waits for a message spins before it sleeps.
 
-    The time is long if the rank has a core to itself.
+    The time is long if the rank has a core to itself and computes on a GPU. A rank that spins slows
+    others that compute on processors: they share caches, power and often cores.
     """
-    return OWN_CORE_SPIN_S if num_ranks_here <= _num_cores() else SPIN_S
+    return OWN_CORE_SPIN_S if is_on_gpu and num_ranks_here <= _num_cores() else SPIN_S
 
 
 def _num_cores() -> int:
