@@ -109,18 +109,31 @@ def own_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def same_checkout() -> None:
-    """Read our own code, and ask git about it, once: each run that is prepared would do so again."""
+    """Read our own code, hash it, and ask git about it once: each prepared run would do so again."""
     patch = pytest.MonkeyPatch()
     root = code_archive.code_root()
     read = code_archive._sources
+    key_of = code_archive._key
+    hash_of = code_archive.hash_of
     ask = provenance._git
     read_once = functools.cache(lambda: tuple(read(root)))
+    key_once = functools.cache(key_of)
+    hashes: dict[tuple[int, ...], str] = {}
     ask_once = functools.cache(ask)
 
     def git(where: Path, *words: str, **more: Any) -> bytes | None:
         return (ask_once if where == root else ask)(where, *words, **more)
 
+    def hash_by_file(path: Path) -> str:
+        stat = path.stat()  # runs of the same code share one file by hard links
+        key = stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+        if key not in hashes:
+            hashes[key] = hash_of(path)
+        return hashes[key]
+
     patch.setattr(code_archive, "_sources", lambda at: read_once() if at == root else read(at))
+    patch.setattr(code_archive, "_key", lambda sources: key_once(tuple(sources)))
+    patch.setattr(code_archive, "hash_of", hash_by_file)
     patch.setattr(provenance, "_git", git)
 
 

@@ -20,7 +20,7 @@ class Net(nn.Sequential):
 """
 RUN = [
     "schedule=1f1b",
-    "parallel.partitions=2",
+    "parallel.partitions=1",
     "parallel.micro_batches=2",
     "parallel.micro_batch_size=2",
     "model.target=mine.Net",

@@ -16,6 +16,9 @@ from gems.errors import ConfigError, RankFailedError
 from gems.launch.local_launcher import Ended, mpiexec_argv, rank_environment, run_ranks
 from jobs.cli.probe import probe
 from tests.helpers.processes import python
+from tests.helpers.warm_python import REAL
+
+pytestmark = pytest.mark.usefixtures("warm")
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -74,7 +77,7 @@ def test_without_torch_where_there_is_no_gpu() -> None:
         "import gems.engine.transport.probe as p, sys; p._device('cpu', ()); "
         "print('torch' in sys.modules, 'mpi4py' in sys.modules)"
     )
-    ended = python("-c", code)
+    ended = python("-c", code, executable=REAL)
     assert ended.stdout == "False False\n", ended.stderr
 
 

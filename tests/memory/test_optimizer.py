@@ -24,7 +24,7 @@ from tests.helpers.policy_cases import MIB, SCHEDULES, case_of, network, random_
 
 DISTANCES = ((0, 0), (1, 1), (2, 2))
 PLAIN = (Choice.KEEP, Choice.OFFLOAD, Choice.RECOMPUTE)
-CHAINS = (("ccbp", 1e9, tuple(Choice)), ("bbcp", 8e9, PLAIN), ("bbbbb", 20e9, PLAIN))
+CHAINS = (("cbp", 1e9, tuple(Choice)), ("bbcp", 8e9, PLAIN), ("bbbb", 20e9, PLAIN))
 
 
 def every_plan(case: MemoryCase, allowed: tuple[Choice, ...]) -> Iterator[MemoryPlan]:
@@ -80,7 +80,7 @@ def test_no_choice_by_brute_force_is_faster_and_the_bound_is_below_all(
     for share in (0.05, 0.4):
         limit = int(least + share * (most - least))
         fitting = [each.step_s for each in outcomes if max(each.peak_bytes) <= limit]
-        found = plan(case, limit, 1.0)
+        found = plan(case, limit, 0.5)
         assert max(found.outcome.peak_bytes) <= limit
         assert found.outcome.step_s <= min(fitting) * (1 + 1e-9)
         assert found.bound_s <= min(fitting) * (1 + 1e-9)
@@ -209,7 +209,7 @@ def test_what_fits_is_kept() -> None:
 
 def test_inputs_leave_and_come_back_for_a_recompute_where_no_other_choice_is_as_fast() -> None:
     """Too many micro-batches for their inputs to stay, and too slow a link for all that the layers save."""
-    case = case_of(network("bbbb"), "gpipe", 1, 4, rate=1e9)
+    case = case_of(network("bbb"), "gpipe", 1, 4, rate=1e9)
     others = tuple(choice for choice in Choice if choice is not Choice.OFFLOAD_INPUTS)
     outcomes = [case.outcome(each) for each in every_plan(case, others)]
     least = min(max(each.peak_bytes) for each in outcomes)

@@ -172,13 +172,14 @@ class TestConfiguration:
         assert len(found) == 2 and None not in found
         assert source_of("nowhere_to_be_found.Net", str(tmp_path)) is None
 
-    def test_the_login_node_asks_a_child_once(self, tmp_path: Path) -> None:
+    def test_the_login_node_asks_a_child_once(self, tmp_path: Path, warm_executable: str) -> None:
         """No torch in this process; the answer is in the cache until the code changes."""
         code = "from torch import nn\nopen('imports', 'a').write('x')\nprint('noise')\n"
         code += "def net():\n    return nn.Sequential(nn.Flatten(), nn.Linear(12, 2))\n"
         (tmp_path / "child_net.py").write_text(code)
         program = (
-            "import sys; from gems.config.schema import *; from gems.models import *; from"
+            "import sys; sys.executable = sys.argv[1]; "
+            "from gems.config.schema import *; from gems.models import *; from"
             " gems.models.imported.describe import resolve_target as resolve; model ="
             " resolve(ModelConfig(target='child_net.net')); data = DataConfig(height_px=2,"
             " width_px=2); check_image(model, data, 1); print(*[layer.name for layer in"
@@ -191,6 +192,6 @@ class TestConfiguration:
         for expected in ("x", "x", "xx"):
             if expected == "xx":
                 (tmp_path / "child_net.py").write_text(code + "# changed\n")
-            done = python("-c", program, cwd=tmp_path, env=environment, check=True)
+            done = python("-c", program, warm_executable, cwd=tmp_path, env=environment, check=True)
             assert done.stdout.split() == ["0", "1", "False"]
             assert (tmp_path / "imports").read_text() == expected

@@ -15,6 +15,8 @@ import pytest
 
 from tests.helpers.processes import python
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 ROOT = Path(__file__).parents[2]
 WORDS = (
     "model.target=my_nets.unet.OwnUNet",

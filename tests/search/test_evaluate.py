@@ -133,7 +133,7 @@ def test_no_policy_where_keeping_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_slower_than_asked_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only then: what is given up is slower, with all partitions and policies, and what is not is judged as ever."""
     made_up(monkeypatch, 1)
-    asked = space(4, 8)
+    asked = space(4, 4)
     free = [each for each in scored(planner(), asked).values() if isinstance(each, Choice)]
     limit = min(max(each.peak_bytes) for each in free)
     whole = scored(planner(limit), asked)

@@ -89,7 +89,7 @@ def test_lists_of_any_costs_are_valid_keep_the_cap_and_stay_below_the_bound(seed
     assert found.efficiency <= found.bound + 1e-9
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_no_number_of_strips_is_faster_than_the_bound_over_all_of_them(seed: int) -> None:
     random = Random(seed)
     num_ranks = random.randint(2, 4)
@@ -108,7 +108,7 @@ def test_no_number_of_strips_is_faster_than_the_bound_over_all_of_them(seed: int
     spans = []
     bounds = []
     over_all = []
-    for strips in (1, 2, 3, random.randint(4, 10), random.randint(11, 24)):
+    for strips in (1, 2, 3, random.randint(4, 8), random.randint(9, 14)):
         request = Request(
             num_ranks,
             num,
