@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -93,8 +94,16 @@ def run_facts(trace: Trace) -> RunFacts:
         **counts,
         chunks=_count(schedule, "chunks") or 2,
         cap=units,
-        strips=_count(parallel, "strips") or 1,
+        strips=_strips(parallel),
     )
+
+
+def _strips(parallel: dict[str, Any]) -> int:
+    """Return the number of strips of an image, or of blocks in so many rows and columns."""
+    parts = parallel.get("strips")
+    if isinstance(parts, list):
+        return math.prod(_count({"strips": each}, "strips") or 1 for each in parts)
+    return _count(parallel, "strips") or 1
 
 
 def read_document(run_yaml: str) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class Verb:
 
     def act(self, spec: RunSpec, options: Options) -> int:
         """Run the command for a resolved run, of which nothing is open."""
-        if not spec.parallel.strips and self.completes is not None:
+        if not spec.parallel.num_strips and self.completes is not None:
             spec = _imported(self.completes)(spec)
         return self.load()(spec, options) or 0
 

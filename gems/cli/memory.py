@@ -57,7 +57,7 @@ def show_memory(spec: RunSpec, options: Options) -> int:
     for name in names:
         memory = replace(spec.memory, name=name)
         try:
-            check_memory(memory, spec.machine, spec.schedule, spec.parallel.strips)
+            check_memory(memory, spec.machine, spec.schedule, spec.parallel.num_strips)
             outcomes.append(case.as_run(case.outcome(plan_of(memory, case))))
         except (ConfigError, DoesNotFitError) as error:
             if not is_comparison:

@@ -55,7 +55,7 @@ def show_plan(spec: RunSpec, options: Options) -> int:
         ConfigError: an option that cannot be, a batch that does not divide, or a profile that
         cannot be had. DoesNotFitError: no configuration fits; the line says what would.
     """
-    if not spec.parallel.strips:
+    if not spec.parallel.num_strips:
         raise ConfigError(
             "parallel.strips", 0, "is for one pipeline", f"gems plan {STRIPS} tries strips for many"
         )

@@ -26,6 +26,7 @@ from gems.config.recipe import FIGURES_OF_TASK, METRICS, TABLES
 from gems.config.registries import POLICIES
 from gems.config.schema import (
     MAX_FORWARDS,
+    MAX_STRIPS,
     CostConfig,
     MemoryConfig,
     ParallelConfig,
@@ -52,14 +53,15 @@ def check_constraints(spec: RunSpec) -> None:
     cost, machine, memory = spec.cost, spec.machine, spec.memory
     parallel, schedule = spec.parallel, spec.schedule
     is_profiled = cost.from_layers or (is_searched(schedule.name) and machine.is_real)
+    _refuse_first(_grid_checks(parallel))
     _refuse_first(_size_checks(parallel, schedule))
     _refuse_first(_cap_checks(schedule, memory, is_profiled, bool(cost.activation_bytes)))
     if schedule.name == PLACED:
         _refuse_first(_placed_checks(parallel, schedule, memory, cost))
-    check_memory(memory, machine, schedule, parallel.strips)
+    check_memory(memory, machine, schedule, parallel.num_strips)
     check_stages(cost.stages)
     _refuse_first(_machine_checks(machine, cost.input_load, spec.world_size))
-    if spec.model.norm == "ghost_batch" and not parallel.strips:
+    if spec.model.norm == "ghost_batch" and not parallel.num_strips:
         raise ConfigError(
             "parallel.strips",
             0,
@@ -142,13 +144,26 @@ def _cap_checks(
     )
 
 
+def _grid_checks(parallel: ParallelConfig) -> Iterator[Check]:
+    """Yield what is wrong with the blocks of an image."""
+    if isinstance(parallel.strips, list):
+        is_wrong = len(parallel.strips) not in (1, 2) or 0 in parallel.strips
+        yield (
+            is_wrong or parallel.num_strips > MAX_STRIPS,
+            "parallel.strips",
+            parallel.strips,
+            f"must be a number, or [rows, columns] of 1 or more, of at most {MAX_STRIPS} blocks",
+            "",
+        )
+
+
 def _placed_checks(
     parallel: ParallelConfig, schedule: ScheduleConfig, memory: MemoryConfig, cost: CostConfig
 ) -> Iterator[Check]:
     """Yield what schedule=placed excludes, and the ranks that it needs."""
     for key, is_given, value in (
         ("parallel.boundaries", parallel.boundaries is not None, parallel.boundaries),
-        ("parallel.strips", parallel.strips > 1, parallel.strips),
+        ("parallel.strips", parallel.num_strips > 1, parallel.strips),
         ("schedule.activation_cap", schedule.activation_cap is not None, schedule.activation_cap),
         ("schedule.activation_cap_bytes", schedule.has_cap, schedule.activation_cap_bytes),
         ("memory", not memory.keeps, memory.name),

@@ -30,6 +30,7 @@ KINDS = {
     dict: "a mapping",
     bool | str: "auto, true or false",
 }
+COUNTS = int | list[int]  # a whole number, or one for each axis
 # Keys and values with new names. Old ones are read from a run.yaml, and taken as overrides with one
 # line of warning.
 RENAMED = {
@@ -81,7 +82,7 @@ class Rule:
         """Describe the allowed values of a field of type `kind`, or return "" if its type says all."""
         if self.choices is not None:
             return one_of(self.choices())
-        if kind not in (int, float):
+        if kind not in (int, float, COUNTS):
             return self.form
         return (
             self._lower
@@ -202,6 +203,15 @@ def switch(default: T, help: str) -> T:
     return text(default, help, accepts=AUTO.__eq__, form=f"must be {KINDS[bool | str]}")
 
 
+def counts(default: int, help: str, *, max: int) -> Any:
+    """Declare a whole number up to `max`, or a list of them, one for each axis.
+
+    OmegaConf knows no such type: annotate the field as Any.
+    """
+    rule = Rule(help, 0, max)
+    return dataclasses.field(default=default, metadata={"rule": rule, "kind": COUNTS})
+
+
 @dataclass(frozen=True, slots=True)
 class Key:
     """One key of the configuration.
@@ -242,7 +252,8 @@ def keys(schema: type, prefix: str = "") -> tuple[Key, ...]:
 @cache
 def type_hints(schema: Any) -> dict[str, Any]:
     """Return the types of a dataclass's fields."""
-    return get_type_hints(schema)
+    own = {each.name: each.metadata["kind"] for each in fields(schema) if "kind" in each.metadata}
+    return get_type_hints(schema) | own
 
 
 def check_fields(config: Any, prefix: str = "", types_only: bool = False) -> None:
@@ -267,6 +278,8 @@ def _check(key: str, value: Any, kind: Any, rule: Rule | None) -> None:
     bare = _without_none(kind)
     if value is None and bare is not kind:
         return
+    if bare == COUNTS:
+        bare = list[int] if isinstance(value, list) else int
     if is_dataclass(bare) and is_dataclass(value):
         check_fields(value, f"{key}.", rule is None)
         return
@@ -290,7 +303,7 @@ def _check(key: str, value: Any, kind: Any, rule: Rule | None) -> None:
 
 
 def _without_none(kind: Any) -> Any:
-    if isinstance(kind, UnionType) and kind not in KINDS:
+    if isinstance(kind, UnionType) and kind not in (*KINDS, COUNTS):
         (kind,) = (each for each in get_args(kind) if each is not NoneType)
     return kind
 

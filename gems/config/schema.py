@@ -6,6 +6,7 @@ it": `gems.config.resolve` fills every such field, so a `RunSpec` holds none tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
@@ -14,7 +15,7 @@ from typing import Any
 from gems.config.cluster import MAX_WORLD
 from gems.config.cluster import ClusterConfig as ClusterConfig
 from gems.config.cluster import MachineConfig as MachineConfig
-from gems.config.fields import build, choice, flag, keys, number, text, with_new_names
+from gems.config.fields import build, choice, counts, flag, keys, number, text, with_new_names
 from gems.config.recipe import TASKS
 from gems.config.recipe import BenchmarkConfig as BenchmarkConfig
 from gems.config.recipe import LossConfig as LossConfig
@@ -266,11 +267,10 @@ class ParallelConfig:
         max=MAX_FORWARDS,
     )
     micro_batch_size: int = number(1, "samples of a micro-batch", min=1, max=MAX_WORLD)
-    strips: int = number(
+    strips: Any = counts(
         1,
         "strips of rows in which a micro-batch runs, one after the other; 0: as many as make the"
-        " step fastest",
-        min=0,
+        " step fastest; [rows, columns]: blocks, in so many rows and columns",
         max=MAX_STRIPS,
     )
     min_strip_positions: int = number(
@@ -287,6 +287,16 @@ class ParallelConfig:
     gpus: int | None = number(
         None, "GPUs that a plan may spend and a run must use", min=1, max=MAX_WORLD, in_run_id=False
     )
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Parts of an image along each axis: strips of rows, or rows and columns of blocks."""
+        return tuple(self.strips) if isinstance(self.strips, list) else (self.strips,)
+
+    @property
+    def num_strips(self) -> int:
+        """Strips or blocks of an image; 0 if that is left open."""
+        return math.prod(self.grid)
 
     @property
     def world_size(self) -> int:

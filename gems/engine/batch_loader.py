@@ -27,7 +27,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from gems.config.schema import RunSpec
 from gems.data import Dataset, open_dataset
-from gems.data.dataset import batch_indices, micro_batch_slice
+from gems.data.dataset import Split, batch_indices, micro_batch_slice
 from gems.data.micro_batch_reader import MicroBatchReader, ReadRequest
 from gems.engine.device import DTYPES, CopyIn
 from gems.engine.executor import Batch
@@ -118,7 +118,7 @@ class BatchLoader:
             self.num_validation = dataset.num_validation
         if not self.reads or first_step >= spec.train.steps:
             return
-        in_strips = bool(share.strips) and self._data.reads_rows("train")
+        in_strips = bool(share.strips) and self._reads_strips("train")
         self._train = self._steps(
             self._requests, share.strips if in_strips else (), (first_step, spec.train.steps)
         )
@@ -179,6 +179,10 @@ class BatchLoader:
             if m in self._share.images or m in self._share.labels
         ]
 
+    def _reads_strips(self, split: Split) -> bool:
+        """Return whether images are read by strips of rows; blocks are cut from whole images."""
+        return len(self._spec.parallel.grid) == 1 and self._data.reads_rows(split)
+
     def _steps(
         self,
         requests: Callable[[int], Requests],
@@ -192,7 +196,7 @@ class BatchLoader:
         takes them, after the labels of the step.
         """
         data = self._spec.data
-        num_strips = self._spec.parallel.strips
+        num_strips = self._spec.parallel.num_strips
         ends = (0, *even_ends(data.height_px, num_strips)) if strip_order else ()
 
         def by_strip(step: int) -> Requests:
@@ -263,7 +267,7 @@ class BatchLoader:
         if not (has_images or has_labels):
             yield from (Batch({}, {}) for _ in range(num_rounds))
             return
-        by_rows = has_images and num_strips > 1 and self._data.reads_rows("validation")
+        by_rows = has_images and num_strips > 1 and self._reads_strips("validation")
 
         order = range(num_micro_batches * num_strips) if by_rows else ()
         loading = self._steps(requests, order, (0, num_rounds), self._validation_reader)

@@ -19,7 +19,7 @@ _ADVICE = {
 
 
 @contextmanager
-def config_errors(strips: int) -> Iterator[None]:
+def config_errors(strips: int | list[int]) -> Iterator[None]:
     """Raise a StreamingError in the context as a ConfigError of `parallel.strips`."""
     try:
         yield

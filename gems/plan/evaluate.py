@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from gems.config.cluster import ORDERED_TRANSPORTS
 from gems.config.resolve import check_batch, check_gpus
-from gems.config.schema import CostConfig, DataConfig, RunSpec, ScheduleConfig
+from gems.config.schema import CostConfig, DataConfig, ParallelConfig, RunSpec, ScheduleConfig
 from gems.data import IMAGES, kind_of
 from gems.errors import ConfigError
 from gems.memory.case import MemoryCase, PlanOutcome
@@ -195,8 +195,8 @@ def evaluate(
         check_gpus(spec.parallel)
         _check_compiled(spec, trains)
     spec = with_strips_chosen(spec, runs)
-    if runs and spec.parallel.strips > 1 and spec.machine.is_real:
-        _check_strips(spec.parallel.strips, spec.data, spec.schedule)
+    if runs and spec.parallel.num_strips > 1 and spec.machine.is_real:
+        _check_strips(spec.parallel, spec.data, spec.schedule)
     return finish(Draft(spec, runs, profile), trains)
 
 
@@ -256,7 +256,7 @@ def with_strips_chosen(spec: RunSpec, runs: bool = True) -> RunSpec:
     Raises:
         ConfigError, DoesNotFitError: as `with_fastest_strips`.
     """
-    if spec.parallel.strips:
+    if spec.parallel.num_strips:
         return spec
     return with_fastest_strips(spec, lambda one: evaluate(one, runs=runs).step_s)
 
@@ -287,19 +287,21 @@ def simulate(spec: RunSpec) -> Prediction:
     return evaluate(spec, runs=False).predict()
 
 
-def _check_strips(strips: int, data: DataConfig, schedule: ScheduleConfig) -> None:
+def _check_strips(parallel: ParallelConfig, data: DataConfig, schedule: ScheduleConfig) -> None:
     """Check that a run can train in strips, as far as this is known without its layers.
 
     Raises:
         ConfigError: it cannot.
     """
+    rows, columns = (*parallel.grid, 1)[:2]
     faults = {
         f"data.name={data.name}, whose samples are no images": kind_of(data) != IMAGES,
         "schedule.memory_actions": bool(schedule.memory_actions),
-        f"data.height_px={data.height_px}, which has fewer rows": strips > data.height_px,
+        f"data.height_px={data.height_px}, which has fewer rows": rows > data.height_px,
+        f"data.width_px={data.width_px}, which has fewer columns": columns > data.width_px,
     }
     for fault in (text for text, is_so in faults.items() if is_so):
-        _refuse_strips(strips, fault)
+        _refuse_strips(parallel.strips, fault)
 
 
 def _check_compiled(spec: RunSpec, trains: bool, schedule: Schedule | None = None) -> None:
@@ -310,7 +312,7 @@ def _check_compiled(spec: RunSpec, trains: bool, schedule: Schedule | None = Non
     """
     if not (spec.train.compile and trains and spec.machine.is_real):
         return
-    strips = spec.parallel.strips
+    strips = spec.parallel.num_strips
     name = spec.schedule.name
     precision = spec.train.precision
     cap = spec.schedule.activation_cap_bytes
@@ -363,5 +365,5 @@ def _check_compiled(spec: RunSpec, trains: bool, schedule: Schedule | None = Non
             )
 
 
-def _refuse_strips(strips: int, fault: str) -> NoReturn:
+def _refuse_strips(strips: int | list[int], fault: str) -> NoReturn:
     raise ConfigError(KEY, strips, f"must be 1 for a run that trains with {fault}")

@@ -22,7 +22,7 @@ class LargestImage:
     """A square image that trains, in how many strips, and the fullest rank's peak in bytes."""
 
     side_px: int
-    strips: int
+    strips: int | list[int]
     memory: str
     peak_bytes: int
 
@@ -33,12 +33,12 @@ def largest_image(spec: RunSpec) -> LargestImage | None:
     None if a layer needs the whole image, or not even a small one fits.
     """
     memory = MemoryConfig("recompute", recompute="strip") if spec.memory.keeps else spec.memory
-    given = spec.parallel.strips
+    given = spec.parallel
     axis = Axis(replace(spec, memory=memory), RESOLUTION)
 
     @cache
     def trained(side_px: int) -> LargestImage | None:
-        strips = given if given > 1 else max(2, side_px // STRIP_ROWS)
+        strips = given.strips if given.num_strips > 1 else max(2, side_px // STRIP_ROWS)
         sized = axis.at(side_px)
         try:
             peak = evaluate(replace(sized, parallel=replace(sized.parallel, strips=strips))).peak

@@ -57,7 +57,7 @@ def with_fastest_strips(spec: RunSpec, step_s: Callable[[RunSpec], float]) -> Ru
                 break
             continue
         if best is None or found <= least * (1 - GAIN) ** (
-            doublings - best.parallel.strips.bit_length() + 1
+            doublings - best.parallel.num_strips.bit_length() + 1
         ):
             best = replace(spec, parallel=asked)
             least = found

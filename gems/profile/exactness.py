@@ -47,7 +47,7 @@ def check_exact(subject: Subject, split_by: str | None) -> None:
     targets = {
         layer.target for layer in layers if layer.is_part or not layer.target.startswith("gems.")
     }
-    if not targets or (subject.parallel.strips == 1 and split_by is None):
+    if not targets or (subject.parallel.num_strips == 1 and split_by is None):
         return
     code = [source_of(target, None) for target in sorted(targets) if not target.startswith("gems.")]
     known = {

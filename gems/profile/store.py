@@ -126,7 +126,7 @@ def profile_of(subject: Subject) -> ModelProfile:
     """
     profile = profile_alone(subject)
     pace = known_pace(subject)
-    if subject.parallel.strips > 1 and subject.profile.path is None:
+    if subject.parallel.num_strips > 1 and subject.profile.path is None:
         profile = _with_times_of_strips(subject, profile)
     if pace is not None and profile.source == "measured":
         profile = pace.of(profile)
@@ -154,7 +154,7 @@ def _with_times_of_strips(subject: Subject, profile: ModelProfile) -> ModelProfi
     layers = []
     for number, (layer, of_layer) in enumerate(zip(profile.layers, work.layers, strict=True)):
         rows = max(
-            stride, -(-height * of_layer.at_once // subject.parallel.strips // stride) * stride
+            stride, -(-height * of_layer.at_once // subject.parallel.num_strips // stride) * stride
         )
         if rows not in by_rows:
             by_rows[rows] = _shorter(subject, profile, rows)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-SCHEMA = "gems.strips/1"
+SCHEMA = "gems.strips/2"
 WORK_SCHEMA = "gems.strip_work/1"
 # fact of a profile: the share of each layer's work in each strip
 STRIP_SHARES = "strip_shares"
@@ -23,15 +23,15 @@ class StripBytes:
         given_back, handed_back: the gradients of `handed_on` and of `given`.
         saved: the storages that it makes and saves for backward.
         saved_outputs: those of them that it also hands on.
-        carried: the storages that the strip before has left it.
+        carried: the storages that earlier strips have left it.
         saved_carried: those of them that it saves for backward.
         saved_by_loss: the storages that the loss makes and saves; of the last strip.
-        left: what it leaves the next strip.
+        left: what waits for later strips after it.
         waiting: what only the loss will read, until it has run.
         loss_gradient: the gradients of what earlier strips gave the loss, until the backward of the
             first has run; of the last strip.
-        carried_back: the gradients of what it was left, until the backward of the strip before has
-            read them.
+        carried_back: the gradients of what was left to it and later strips, until the backward of
+            the strips that left it has read them.
         held_for_weights: what its input gradient leaves for its weight gradient.
         forward_peak: the most that its forward makes at once; the three below likewise, beyond what
             is saved.

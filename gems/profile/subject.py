@@ -52,7 +52,7 @@ class Subject:
     @property
     def is_captured(self) -> bool:
         """Whether whole micro-batches run as CUDA graphs; strips are counted as without."""
-        return self.replays_graphs and self.parallel.strips <= 1
+        return self.replays_graphs and self.parallel.num_strips <= 1
 
     @property
     def replays_graphs(self) -> bool:

@@ -42,7 +42,7 @@ def generate(costs: RunCosts, seed: int) -> Schedule:
     if name == FROM_FILE:
         return _read(costs.schedule.path, costs.parallel)
     made = FAMILIES[name].build(schedule_request(costs, seed))
-    return with_strips(made, costs.parallel.strips)
+    return with_strips(made, costs.parallel.num_strips)
 
 
 def search_schedule(
@@ -141,8 +141,8 @@ def schedule_request(costs: RunCosts, seed: int) -> Request:
         placements=tuple(schedule.placements),
         seed=seed,
         budget_s=schedule.budget_s,
-        num_strips=parallel.strips,
-        shared_latency=costs.cost.link / parallel.strips,
+        num_strips=parallel.num_strips,
+        shared_latency=costs.cost.link / parallel.num_strips,
     )
 
 

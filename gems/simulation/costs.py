@@ -80,7 +80,7 @@ class RunCosts:
     def network(self) -> Network:
         """The machine's links, with the share of `cost.link` that each strip's message takes."""
         links = links_of(self.machine)
-        link_s = self.cost.link * self.cost.unit_s / self.parallel.strips
+        link_s = self.cost.link * self.cost.unit_s / self.parallel.num_strips
         return replace(
             links, latency=links.latency + link_s, node_latency=links.node_latency + link_s
         )
@@ -121,7 +121,7 @@ class RunCosts:
                 f"must be of {placement.num_stages}, the stages of schedule={self.schedule.name}",
             )
         stages = strip_costs(
-            depth.of(placement).in_units(1.0 / cost.unit_s, 1.0), self.parallel.strips
+            depth.of(placement).in_units(1.0 / cost.unit_s, 1.0), self.parallel.num_strips
         )
         if cost.param_bytes and not stages.param_bytes:
             share = cost.param_bytes * placement.num_ranks / placement.num_stages
@@ -137,7 +137,7 @@ class RunCosts:
         num_ranks = self.parallel.partitions
         is_here = slow is not None and slow // num_ranks == replica
         slow_rank = slow % num_ranks if slow is not None and is_here else None
-        input_s = self.cost.input_load * self.cost.unit_s / self.parallel.strips
+        input_s = self.cost.input_load * self.cost.unit_s / self.parallel.num_strips
         return Pace(slow_rank, self.machine.slowdown, input_s)
 
     @property

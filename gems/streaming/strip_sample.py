@@ -91,8 +91,11 @@ class StripSample:
         outputs, kept, graph = self._run(strip, inputs, carried, deferred, is_again=False)
         self._carries.pop(strip, None)
         self._graphs.append(None if is_run_again else graph)
+        passed_on = set[int]()
         for held, tensor in zip(self._stage.held(strip), kept, strict=True):
-            is_own = held.kind == STATIC or _is_among(tensor, carried)
+            memory = tensor.untyped_storage()._cdata
+            is_own = held.kind == STATIC or (_is_among(tensor, carried) and memory not in passed_on)
+            passed_on.add(memory)
             own = tensor.detach() if is_own else tensor.detach().clone()
             self._carries.setdefault(held.to, []).append(own.requires_grad_(tensor.requires_grad))
         return tuple(None if tensor is None else tensor.detach() for tensor in outputs)
@@ -128,7 +131,11 @@ class StripSample:
             )
         received = {tensor.untyped_storage()._cdata for tensor in gradients if tensor is not None}
         for key, cut in zip(self._stage.given(strip), graph.carried, strict=True):
-            self._given[key] = None if cut is None else _apart(cut.gradient, received)
+            gradient = None if cut is None else _apart(cut.gradient, received)
+            # one that waits is not to hold more memory than its own
+            if gradient is not None and key[0] < strip - 1:
+                gradient = gradient.clone()
+            self._given[key] = gradient
         return tuple(None if cut is None else cut.gradient for cut in graph.inputs)
 
     def _run(

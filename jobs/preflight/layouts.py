@@ -162,8 +162,15 @@ def _searched_plan(spec: RunSpec, world_size: int) -> Plan:
     from gems.search.evaluate import Planner
     from gems.search.fastest import fastest
 
+    if len(spec.parallel.grid) > 1:
+        raise ConfigError(
+            "parallel.strips",
+            spec.parallel.strips,
+            "leaves no choice of layouts, which are searched for strips of rows",
+            "give their number",
+        )
     size = spec.parallel.micro_batch_size
-    strips = spec.parallel.strips
+    strips = spec.parallel.num_strips
     per_node = spec.cluster.ranks_per_node
     planner = Planner(
         replace(spec, parallel=replace(spec.parallel, gpus=world_size)),

@@ -301,14 +301,16 @@ def test_facts_come_from_the_resolved_configuration(simulate: Callable[..., Trac
     assert run_facts(Trace(attributes={})) == RunFacts()
 
 
-def test_the_closed_form_is_not_that_of_strips() -> None:
+@pytest.mark.parametrize(("strips", "wanted"), [("2", 2), ("[2, 3]", 6)])
+def test_the_closed_form_is_not_that_of_strips(strips: str, wanted: int) -> None:
     whole = RunFacts("1f1b", partitions=4, replicas=1, micro_batches=8)
     assert whole.bubble(1.0, 2.0) == pytest.approx(3 / 11)
     trace = Trace(
         attributes={},
-        run_yaml="schedule: {name: 1f1b}\nparallel: {partitions: 4, micro_batches: 8, strips: 2}",
+        run_yaml="schedule: {name: 1f1b}\n"
+        f"parallel: {{partitions: 4, micro_batches: 8, strips: {strips}}}",
     )
-    assert run_facts(trace).strips == 2 and run_facts(trace).bubble(1.0, 2.0) is None
+    assert run_facts(trace).strips == wanted and run_facts(trace).bubble(1.0, 2.0) is None
 
 
 def test_unknown_schedule_has_no_formula(simulate: Callable[..., Trace]) -> None:

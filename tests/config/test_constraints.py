@@ -31,6 +31,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
         ),
     ),
     (
+        {"parallel__strips": [2, 0]},
+        r"parallel\.strips=\[2, 0\]: must be a number, or \[rows, columns\] of 1 or more, of at most 4096",
+    ),
+    ({"parallel__strips": [2, 2, 2]}, r"parallel\.strips=\[2, 2, 2\]: must be a number, or"),
+    ({"parallel__strips": [100, 100]}, r"of at most 4096 blocks"),
+    ({"parallel__strips": []}, r"parallel\.strips=\[\]: must be a number, or"),
+    ({"parallel__strips": "two"}, r"parallel\.strips=two: must be a whole number"),
+    ({"parallel__strips": [2, 1.5]}, r"parallel\.strips\[1\]=1\.5: must be a whole number"),
+    (
         {"machine__kind": "emulated", "machine__transport": "gloo"},
         (
             r"machine\.transport=gloo: is for ranks with devices, and emulated messages are MPI's;"

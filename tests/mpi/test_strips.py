@@ -110,6 +110,11 @@ RUNS = [  # each network, and each schedule with two of them; few ranks, since e
     ("two outputs", "gems_master", 2, 1, 7, 22, {}),
     ("frozen", "zb_h1", 2, 1, 3, 37, {"optimizer__frozen": ["stem.*", "*.bias", "block2.*"]}),
     ("resnet", "gems_master", 4, 1, 3, 20, {"optimizer__frozen": ["stem*", "stage1*"]}),
+    # in blocks, which the sides are no multiples of
+    ("resnet", "gems_master", 4, 1, [3, 5], 20, WAITING),
+    ("frozen", "zb_h1", 1, 1, [7, 2], 37, {}),
+    ("unet", "capped", 2, 1, [2, 3], 20, CAPPED),
+    ("two outputs", "1f1b", 2, 2, [2, 2], 22, {}),
 ]
 
 
@@ -130,7 +135,13 @@ def built(comm, spec, trains=True):
 
 
 def strip_spec(
-    name: str, schedule: str, partitions: int, replicas: int, strips: int, height: int, **more
+    name: str,
+    schedule: str,
+    partitions: int,
+    replicas: int,
+    strips: int | list[int],
+    height: int,
+    **more,
 ) -> RunSpec:
     model, data, loss = MODELS[name]
     return make_spec(
@@ -155,7 +166,7 @@ def test_trains_as_one_process(comm, name, schedule, partitions, replicas, strip
     if part is None:
         return
     made = plan_once(part, spec)
-    assert made.schedule.num_strips == strips
+    assert made.schedule.num_strips == spec.parallel.num_strips
     found = compare(made.for_ranks, part, DEVICE)
     assert found.max_rel_error <= 1e-12, found
     if spec.loss == LossConfig():  # else the loss may save more than that of the task does
@@ -201,6 +212,8 @@ STORED = [
     ("ghost", "zb_h1", 2, 1, 3, 40, "recompute, thin layers wait"),
     ("two outputs", "zb_h1", 2, 1, 3, 22, "recompute"),
     ("two outputs", "1f1b", 2, 1, 7, 22, "vdnn_all, thin layers wait"),
+    ("plain unet", "1f1b", 2, 1, [2, 3], 20, "recompute, inputs leave"),
+    ("standardised", "gems_master", 2, 1, [3, 2], 37, "vdnn_all"),
 ]
 
 

@@ -112,7 +112,7 @@ class EmulatedRun(SteppedRun):
         self.control = open_group(0)
         self._links = [open_group(replica) for _ in range(2)]  # forward, backward
         recorder = Recorder(part)
-        link_ns = round(spec.cost.link / spec.parallel.strips * spec.cost.unit_s * 1e9)
+        link_ns = round(spec.cost.link / spec.parallel.num_strips * spec.cost.unit_s * 1e9)
         self._hop_bytes = round(max(costs.boundary_bytes))
         self.channels = EmulatedChannels(
             schedule, rank, costs.boundary_bytes, self._links, recorder, link_ns

@@ -55,26 +55,26 @@ def find_forms(
     Raises:
         ConfigError: A layer needs the whole image.
     """
-    strips = parallel.strips
+    strips = parallel.num_strips
+    grid = parallel.grid
     given = input_spec(data, parallel.micro_batch_size, precision.compute)
-    passed = BoundaryTensors((Boundary.even(given.shape, given.dtype, strips),), strips)
+    passed = BoundaryTensors((Boundary.even(given.shape, given.dtype, grid),), strips)
     forms: dict[StageKey, StripStage] = {}
     specs: list[tuple[TensorSpec, ...]] = []
     norm_ends: dict[str, tuple[int, ...]] = {}
     num_stages = len(stages.boundaries) - 1
-    least = parallel.min_strip_positions
     for stage in range(num_stages):
         names = stages.layer_names(stage)
         form = None
         for key in [key for key in modules if key[1] == stage]:
             form = forms[key] = _form(
-                zip(names, modules[key], strict=True), passed, least, is_training
+                zip(names, modules[key], strict=True), passed, parallel, is_training
             )
         if form is None:
             built = stages.build([stage], 0, precision, "meta")[stage]
             # `build` does not set layers without memory to compute in low precision
             low = (compute_in(module, precision) for module in built)
-            form = _form(zip(names, low, strict=True), passed, least, is_training)
+            form = _form(zip(names, low, strict=True), passed, parallel, is_training)
         norm_ends |= form.norm_ends
         passed = BoundaryTensors(form.outputs, strips)
         if stage < num_stages - 1:
@@ -121,26 +121,26 @@ def draws_in(layers: Iterable[tuple[str, nn.Module]], draws: RandomDraws) -> Dra
 def _form(
     layers: Iterable[tuple[str, nn.Module]],
     passed: BoundaryTensors,
-    min_positions: int,
+    parallel: ParallelConfig,
     is_training: bool,
 ) -> StripStage:
     named = [(name, module.train(is_training)) for name, module in layers]
     try:
-        with torch.set_grad_enabled(is_training), config_errors(passed.num_strips):
-            form = StripStage(named, passed.boundaries, passed.num_strips, min_positions)
+        with torch.set_grad_enabled(is_training), config_errors(parallel.strips):
+            form = StripStage(named, passed.boundaries, parallel.grid, parallel.min_strip_positions)
     finally:
         for _, module in named:
             module.train()
     if form.draws_by_row is not None:
         raise ConfigError(
             KEY,
-            passed.num_strips,
+            parallel.strips,
             f"layer {form.draws_by_row} drops values of a map, at random by rows, which no "
             "process without strips does alike",
             f"use nn.Dropout2d, set its rate to 0, or set {KEY}=1",
         )
     if form.draws and not is_training:
         raise ConfigError(
-            KEY, passed.num_strips, "layers draw random numbers in evaluation too", f"set {KEY}=1"
+            KEY, parallel.strips, "layers draw random numbers in evaluation too", f"set {KEY}=1"
         )
     return form

@@ -31,17 +31,18 @@ from gems.profile.subject import Subject
 from gems.streaming.compare import TOLERANCES, ConstantDraws, largest_difference, play
 from gems.streaming.errors import StreamingError
 from gems.streaming.ghost_norm import set_row_ends
+from gems.streaming.operations.operation import Dims
 from gems.streaming.streamed import infer_streamed, run_streamed
 from gems.streaming.strip_stage import Boundary, StripStage
 
 SIDES_PX = (32, 64, 128, 256, 512)
 BATCH = 2
-STRIPS = 4
+GRIDS = {1: (4,), 2: (2, 3)}  # by the axes that are divided
 MAX_PARAMETERS = 1_000_000_000
 MAX_OF_LAYER = 200_000_000
 _PLAIN = (int, float, complex, bool, type(None), torch.dtype, torch.device, set)
-# the dimension of rows of each tensor between layers, or None if it has none
-Rows = Sequence[int | None]
+# the dimension of each axis of each tensor between layers, or None if it has none
+Axes = Sequence[Dims]
 
 
 def take(subject: Subject) -> Exactness:
@@ -99,6 +100,7 @@ class _Comparison:
 
     def __init__(self, subject: Subject, data: DataConfig, layers: Sequence[Layer]) -> None:
         self._subject = subject
+        self._grid = GRIDS[len(subject.parallel.grid)]
         self._dtype = torch.float64
         self._names = [layer.name for layer in layers]
         self._left_out: dict[str, str] = {}
@@ -119,7 +121,7 @@ class _Comparison:
             }
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
-            if self._subject.parallel.strips > 1:
+            if self._subject.parallel.num_strips > 1:
                 self._each(True, self._train_in_strips)
                 self._each(False, self._evaluate_in_strips)
             else:
@@ -129,17 +131,18 @@ class _Comparison:
     def _each(
         self,
         training: bool,
-        compare: Callable[[str, nn.Module, Sequence[Tensor], Rows], Rows | None],
+        compare: Callable[[str, nn.Module, Sequence[Tensor], Axes], Axes | None],
     ) -> None:
         values: tuple[Tensor, ...] = (torch.randn(self._images.shape, dtype=self._images.dtype),)
-        rows: Rows = (2,)
-        known: dict[Hashable, tuple[tuple[Tensor, ...], Rows]] = {}
+        num_axes = len(self._grid)
+        axes: Axes = (tuple(range(2, 2 + num_axes)),)
+        known: dict[Hashable, tuple[tuple[Tensor, ...], Axes]] = {}
         for name, module in zip(self._names, self._modules, strict=True):
             module.train(training)
-            key = _likeness(module), *((value.shape, value.dtype) for value in values), *rows
+            key = _likeness(module), *((value.shape, value.dtype) for value in values), *axes
             if key not in known:
                 try:
-                    rows_after = self._alone(name, module, values, rows, compare)
+                    axes_after = self._alone(name, module, values, axes, compare)
                     with torch.no_grad():
                         made = tuple(
                             tensors_in(module(*(each.clone() for each in self._cast(values))))
@@ -153,12 +156,8 @@ class _Comparison:
                     )
                     return
                 values = tuple(each.double() if each.is_floating_point() else each for each in made)
-                known[key] = (
-                    values,
-                    rows_after
-                    or [2 if each.dim() == 4 and each.shape[2] > 1 else None for each in made],
-                )
-            values, rows = known[key]
+                known[key] = values, axes_after or [_likely_axes(each, num_axes) for each in made]
+            values, axes = known[key]
             module.float()
 
     def _alone(
@@ -166,9 +165,9 @@ class _Comparison:
         name: str,
         module: nn.Module,
         values: Sequence[Tensor],
-        rows: Rows,
-        compare: Callable[[str, nn.Module, Sequence[Tensor], Rows], Rows | None],
-    ) -> Rows | None:
+        axes: Axes,
+        compare: Callable[[str, nn.Module, Sequence[Tensor], Axes], Axes | None],
+    ) -> Axes | None:
         """Compare a layer, or note why it cannot be compared.
 
         Return the row dimensions of its output, if they are known.
@@ -182,7 +181,7 @@ class _Comparison:
         for self._dtype in TOLERANCES:
             module.to(self._dtype)
             try:
-                return compare(name, module, self._cast(values), rows)
+                return compare(name, module, self._cast(values), axes)
             except _DiffersError:
                 raise
             except StreamingError as error:  # for example, its map has too few rows
@@ -197,10 +196,10 @@ class _Comparison:
         return [each.to(self._dtype) if each.is_floating_point() else each for each in values]
 
     def _train_in_strips(
-        self, name: str, module: nn.Module, values: Sequence[Tensor], rows: Rows
-    ) -> Rows:
-        takes = _boundaries(values, rows)
-        form = StripStage([(name, module)], takes, STRIPS)
+        self, name: str, module: nn.Module, values: Sequence[Tensor], axes: Axes
+    ) -> Axes:
+        takes = _boundaries(values, axes, self._grid)
+        form = StripStage([(name, module)], takes, self._grid)
         set_row_ends(name, module, form.norm_ends)
         deferred = DeferredGradients()
         with ConstantDraws() if form.draws else nullcontext():  # type: ignore[no-untyped-call]
@@ -214,24 +213,24 @@ class _Comparison:
 
             found, _ = play(module, values, in_strips, back, partial(deferred.run, lambda: None))
         self._hold(name, "in strips", found, wanted)
-        return [each.dims[0] for each in form.outputs]
+        return [each.dims for each in form.outputs]
 
     def _evaluate_in_strips(
-        self, name: str, module: nn.Module, values: Sequence[Tensor], rows: Rows
-    ) -> Rows | None:
-        takes = _boundaries(values, rows)
+        self, name: str, module: nn.Module, values: Sequence[Tensor], axes: Axes
+    ) -> Axes | None:
+        takes = _boundaries(values, axes, self._grid)
         with torch.no_grad():
             try:
-                form = StripStage([(name, module)], takes, STRIPS)
+                form = StripStage([(name, module)], takes, self._grid)
             except StreamingError:  # then whole images are evaluated
                 return None
             with ConstantDraws() if form.draws else nullcontext():  # type: ignore[no-untyped-call]
                 wanted = list(tensors_in(module(*(value.clone() for value in values))))
                 found = infer_streamed(form, takes, values, lambda _: 0)
         self._hold(name, "evaluated in strips", list(tensors_in(found)), wanted)
-        return [each.dims[0] for each in form.outputs]
+        return [each.dims for each in form.outputs]
 
-    def _split(self, name: str, module: nn.Module, values: Sequence[Tensor], rows: Rows) -> None:
+    def _split(self, name: str, module: nn.Module, values: Sequence[Tensor], axes: Axes) -> None:
         wanted, back = play(module, values, lambda given: module(*given))
         layers = SplitLayers(nn.ModuleList([module]))
         deferred = DeferredGradients()
@@ -259,11 +258,17 @@ class _Comparison:
             raise _DiffersError(key, value, text, advice)
 
 
-def _boundaries(values: Sequence[Tensor], rows: Rows) -> list[Boundary]:
+def _likely_axes(tensor: Tensor, count: int) -> Dims:
+    return tuple(
+        dim if tensor.dim() == 4 and tensor.shape[dim] > 1 else None for dim in range(2, 2 + count)
+    )
+
+
+def _boundaries(values: Sequence[Tensor], axes: Axes, grid: Sequence[int]) -> list[Boundary]:
     """Return a layer's inputs in strips whose numbers of rows differ by at most one."""
     return [
-        Boundary.even(tuple(each.shape), each.dtype, STRIPS, (dim,))
-        for each, dim in zip(values, rows, strict=True)
+        Boundary.even(tuple(each.shape), each.dtype, grid, dims)
+        for each, dims in zip(values, axes, strict=True)
     ]
 
 

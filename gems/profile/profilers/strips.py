@@ -8,7 +8,8 @@ parallel.boundaries, and prints its strip profile.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -60,7 +61,7 @@ def take(subject: Subject) -> StripProfile:
 def images(subject: Subject, precision: Precision) -> Boundary:
     """Return the input of the first stage of a resolved run."""
     given = input_spec(subject.data, subject.parallel.micro_batch_size, precision.compute)
-    return Boundary.even(given.shape, given.dtype, subject.parallel.strips)
+    return Boundary.even(given.shape, given.dtype, subject.parallel.grid)
 
 
 def stage_of(
@@ -76,7 +77,7 @@ def stage_of(
     freeze(named, subject.optimizer.frozen)
     with config_errors(subject.parallel.strips):
         return modules, StripStage(
-            named, takes, subject.parallel.strips, subject.parallel.min_strip_positions
+            named, takes, subject.parallel.grid, subject.parallel.min_strip_positions
         )
 
 
@@ -131,7 +132,30 @@ class _Strips:
             one, made = self._known[key]
             found.append(one)
             needs.append(made)
-        return tuple(found)
+        return tuple(self._with_pending(found, needs))
+
+    def _with_pending(
+        self, strips: Sequence[StripBytes], needs: Sequence[Sequence[bool]]
+    ) -> Iterator[StripBytes]:
+        """Yield strips with the bytes of all that waits after them, on the way there and back.
+
+        `needs` says which tensors that a strip leaves need a gradient.
+        """
+        pending: list[tuple[int, int, int]] = []  # the strip that takes it, bytes, of the gradient
+        for strip, one in enumerate(strips):
+            back = sum(gradient for *_, gradient in pending)
+            items = zip(
+                self._form.held(strip), self._form.carries(strip), needs[strip], strict=True
+            )
+            for held, (shape, dtype), has_gradient in items:
+                size = torch.Size(shape).numel() * dtype.itemsize
+                if held.kind != STATIC:
+                    pending.append((held.to, size, size * has_gradient))
+                elif has_gradient and held.to == strip + 1:
+                    pending.append((held.to, 0, size))
+            pending = [each for each in pending if each[0] > strip]
+            left = sum(size for _, size, _ in pending)
+            yield replace(one, left=left, carried_back=back)
 
     def _is_last(self, strip: int) -> bool:
         return strip == self._form.strips - 1
@@ -171,15 +195,14 @@ class _Strips:
             made, given, is_loss_ahead=not self._is_last(strip), saved=saved
         )
         sizes["loss_gradient"] = sum(each.numel() * each.element_size() for each in before)
-        sizes["carried_back"] = _float_bytes(
-            each for each, flag in zip(carried, flags, strict=True) if flag
-        )
         needs = [tensor.requires_grad for tensor in made.kept]
         backward_peak, _ = self._backward(made, live)
         sizes |= self._split_backward(forward, unsaved)
         return (
             StripBytes(
                 **sizes,
+                left=0,  # what waits depends on other strips
+                carried_back=0,
                 saved=tuple(size for name, size in saved.items() if name not in outputs | carries),
                 saved_outputs=tuple(
                     size for name, size in saved.items() if name in outputs - carries
@@ -213,7 +236,6 @@ class _Strips:
             "handed_on": 0 if self._loss else unique_bytes(made.outputs),
             "given_back": 0 if self._loss else _float_bytes(made.outputs),
             "handed_back": 0 if self._is_first else _float_bytes(given),
-            "left": unique_bytes(made.left),
             "waiting": sum(
                 each.untyped_storage().nbytes() for each in waiting if storage_of(each) not in saved
             ),

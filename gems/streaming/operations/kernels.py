@@ -353,8 +353,10 @@ def add_up(call: Call) -> Tensor:
     count = call.carried.shape[along.dim]
     if count == made.shape[along.dim]:
         return made + call.carried
-    first, rest = made.split([count, made.shape[along.dim] - count], along.dim)
-    return torch.cat([first + call.carried, rest], along.dim)
+    first = made.narrow(along.dim, 0, count) + call.carried
+    return torch.cat(
+        [first, made.narrow(along.dim, count, made.shape[along.dim] - count)], along.dim
+    )
 
 
 def _along(x: Tensor, dim: int, shares: Tensor) -> Tensor:
