@@ -65,7 +65,7 @@ def offload() -> Numbers:
     ]
 
 
-def trained(schedule: str, has_graphs: bool, steps: int = 4, **changes: object) -> Numbers:
+def trained(schedule: str, has_graphs: bool, steps: int = 3, **changes: object) -> Numbers:
     """Train on one rank, and return weights, buffers and losses."""
     spec = make_spec(schedule, 1, train__cuda_graphs=has_graphs, train__steps=steps, **changes)
     rank = Rank.open(evaluate(spec).for_ranks, world(), DEVICE)

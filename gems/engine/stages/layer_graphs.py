@@ -5,6 +5,7 @@ One replay launches all kernels of an action, where eager torch waits for Python
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -303,6 +304,8 @@ def capturing(stage: WholeStage, pool: Any, kind: Kind) -> Iterator[torch.cuda.C
     settings: Any = torch.utils.deterministic
     fills = settings.fill_uninitialized_memory
     settings.fill_uninitialized_memory = False  # a replay would fill what was copied in before it
+    is_collecting = gc.isenabled()
+    gc.disable()  # finalizers, as of pinned memory, may synchronize, which ends a capture
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         yield graph
@@ -315,6 +318,8 @@ def capturing(stage: WholeStage, pool: Any, kind: Kind) -> Iterator[torch.cuda.C
     finally:
         stage.poll = poll
         settings.fill_uninitialized_memory = fills
+        if is_collecting:
+            gc.enable()
     graph.capture_end()
 
 
