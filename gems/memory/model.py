@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gems.memory.slots import StageKey, assign_slots
+from gems.memory.slots import StageKey, assign_slots, split_stages
 from gems.profile import ModelProfile
 from gems.profile.spans import RankCosts, Spans, Table
 from gems.schedule.action import COMPUTE_KINDS, COPY_KINDS, RANK_KINDS, Action, Kind
@@ -149,9 +149,9 @@ def boundary_tensors(
     for (direction, stage), mine in counts.items():
         mine["images"] = directions.count(direction) if stage == 0 else 0
     if has_slots:
-        name = "split_slots" if schedule.has_split_backward else "slots"
+        split = split_stages(schedule, rank)
         for key, number in assign_slots(schedule, rank).counts.items():
-            counts[key][name] = number
+            counts[key]["split_slots" if key in split else "slots"] = number
     return counts, _count_boundary(schedule, rank, counts, has_slots)
 
 

@@ -7,7 +7,7 @@ free slots gives the fewest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -24,6 +24,18 @@ class Slots:
 
     of_action: Mapping[Action, int]
     counts: Mapping[StageKey, int]
+
+
+def split_stages(schedule: Schedule, rank: int) -> set[StageKey]:
+    """Return a rank's stages whose weight gradients are apart for any micro-batch.
+
+    Then the graphs of all are split, so that any slot fits.
+    """
+    return {
+        (each.direction, each.stage)
+        for each in schedule.rank_schedules[rank]
+        if each.kind is Kind.I
+    }
 
 
 def assign_slots(schedule: Schedule, rank: int) -> Slots:
@@ -56,3 +68,32 @@ def assign_slots(schedule: Schedule, rank: int) -> Slots:
         if kind in (Kind.B, Kind.W) or (kind is Kind.F and returns):
             heappush(free[key], held.pop(place))
     return Slots(of_action, counts)
+
+
+def grown_slots(
+    changes: Iterable[tuple[Action, int]], slot_bytes: Mapping[StageKey, int]
+) -> tuple[int, int]:
+    """Return the bytes of a rank's slots, and the most that it holds until all of them are made.
+
+    A stage runs eagerly until a first backward has ended; `changes` are the compute actions of a
+    step with the bytes that each then allocates or frees. From then on, a micro-batch takes a free
+    slot, or makes one.
+    """
+    held = most = 0
+    free: dict[StageKey, int] = {}
+    eager: set[tuple[object, ...]] = set()
+    for action, change in list(changes) * 2:  # in the second step, all have slots
+        place = action[1:]
+        key = (action.direction, action.stage)
+        if action.kind is Kind.F and key not in free:
+            eager.add(place)
+        elif action.kind is Kind.F and free[key]:
+            free[key] -= 1
+        elif action.kind is Kind.F:
+            held += slot_bytes[key]
+        held += change if place in eager else 0
+        most = max(most, held)
+        if action.kind in (Kind.B, Kind.W):
+            free[key] = free.get(key, 0) + (place not in eager)
+            eager.discard(place)
+    return held, most

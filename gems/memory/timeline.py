@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise, repeat
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from gems.memory.model import TABLES, Counts, HeldCounts, Optimizer, boundary_tensors
 from gems.memory.plan import KEEP, MemoryPlan, Segment
 from gems.memory.residency import Residency, Script, State, inputs_leave
+from gems.memory.slots import StageKey, grown_slots, split_stages
 from gems.memory.storages import (
     MAX_STAGES,
     Group,
@@ -55,19 +56,28 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankTimeline:
-    """The points of a rank's schedule, one per action."""
+    """The points of a rank's schedule, one per action, in a step like most.
+
+    `first_activation_bytes` are the most activations of the first steps, in which CUDA graphs are
+    captured.
+    """
 
     points: tuple[Point, ...]
+    first_activation_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
-        """The peak on the device."""
-        return max(point.during_bytes for point in self.points)
+        """The peak on the device, in the first steps beside the most of all else."""
+        return max(
+            point.during_bytes + max(0, self.first_activation_bytes - point.activation_bytes)
+            for point in self.points
+        )
 
     @property
     def peak_activation_bytes(self) -> int:
         """The peak of saved storages on the device."""
-        return max(point.activation_bytes for point in self.points)
+        most = max(point.activation_bytes for point in self.points)
+        return max(most, self.first_activation_bytes)
 
     @property
     def peak_host_bytes(self) -> int:
@@ -90,18 +100,24 @@ def rank_timeline(
     the transients of each action. If the schedule does not wait for a copy to host memory (no
     FREE), what it moves counts as freed when the copy is posted. In `strips` the profile and the
     plan are those of stages (`stages_as_layers`), and what is held between stages is that of the
-    largest strip. Of a captured profile, see `_slot_bytes`.
+    largest strip. Of a captured profile, all activations are in slots (`grown_slots`), which never
+    go back; under a memory policy one slot comes on top, which all segments of the rank share.
     """
     is_captured = profile.is_captured and strips is None and plan.can_be_captured
     has_slots = is_captured and plan.policy == KEEP and not schedule.has_memory_actions
     held, actions = boundary_tensors(schedule, rank, has_slots)
     outside = _outside(profile, plan, held, optimizer, strips)
     states = _states(profile, plan, schedule, rank, strips)
+    activations = first = 0
+    if is_captured:
+        slots = _slot_bytes(profile, plan, schedule, rank)
+        activations = max(map(max, slots.values()))
     if has_slots:
+        changes = _changes(schedule.rank_schedules[rank], states)
+        activations, first = grown_slots(changes, {key: slots[key][0] for key in slots})
         states = dict.fromkeys(states, repeat(State()))  # all that they hold is in slots
     between = None if strips is None else BetweenStrips(strips)
     last: dict[MicroBatchKey, State] = {}
-    activations = _slot_bytes(profile, plan, schedule, held, has_slots) if is_captured else 0
     device = 0 if has_slots else activations  # slots are outside, with their temporary tensors
     host = 0
     outside_bytes = outside()
@@ -123,40 +139,43 @@ def rank_timeline(
         device += state.device_bytes - before.device_bytes + change.device_bytes
         activations += state.activation_bytes - before.activation_bytes + change.activation_bytes
         host += state.host_bytes - before.host_bytes
-        points.append(
-            Point(
-                action,
-                others + state.during_bytes - change.counted_bytes,
-                outside_bytes + device,
-                activations,
-                host,
-                state.moved_bytes,
-            )
-        )
-    return RankTimeline(tuple(points))
+        during = others + state.during_bytes - change.counted_bytes
+        after = outside_bytes + device
+        points.append(Point(action, during, after, activations, host, state.moved_bytes))
+    return RankTimeline(tuple(points), first)
+
+
+def _changes(
+    actions: Iterable[Action], states: Mapping[MicroBatchKey, Iterator[State]]
+) -> Iterator[tuple[Action, int]]:
+    """Yield the compute actions of a rank with the activations that each allocates or frees."""
+    last: dict[MicroBatchKey, int] = {}
+    for action in actions:
+        if action.kind in COMPUTE_KINDS:
+            key = (action.direction, action.stage, action.micro_batch)
+            after = next(states[key]).activation_bytes
+            yield action, after - last.get(key, 0)
+            last[key] = after
 
 
 def _slot_bytes(
-    profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, held: Counts, has_slots: bool
-) -> int:
-    """Return the activation bytes of a rank's CUDA graphs, which never go back.
+    profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int
+) -> dict[StageKey, list[int]]:
+    """Return the activation bytes of a slot of each segment of a rank, by direction and stage."""
+    spans = profile_storages(profile).spans
+    split = split_stages(schedule, rank)
 
-    Without a memory policy they are all of its activations: the sum over its stages, in each
-    direction, of the number of slots (`assign_slots`) and the bytes of one (`Spans.slot`). What a
-    split backward leaves for W is in the pools of slots, and not counted; where it is more than a
-    slot, the first micro-batches, which run eagerly, hold it. Under a policy they come on top of
-    what the store holds: one slot of the largest segment, which all segments of the rank share.
-    That is a bound where the gradient of a segment's input is a view of another gradient in a
-    layout of its own.
-    """
-    slot = profile_storages(profile).spans.slot
-    spans = {stage: stage_storages(profile, plan, schedule, stage).spans_of for _, stage in held}
-    if not has_slots:
-        return max(as_bytes(slot[span]) for segments in spans.values() for span in segments)
-    return sum(
-        (counts["slots"] + counts["split_slots"]) * as_bytes(slot[spans[stage][0]])
-        for (_, stage), counts in held.items()
-    )
+    def one(key: StageKey, number: int, span: tuple[int, int]) -> int:
+        table = spans.segment_slot if number else spans.slot
+        return as_bytes(table[span] + (spans.slot_for_weights[span] if key in split else 0))
+
+    return {
+        key: [
+            one(key, number, span)
+            for number, span in enumerate(stage_storages(profile, plan, schedule, key[1]).spans_of)
+        ]
+        for key in schedule.placement.stages_on(rank)
+    }
 
 
 def _outside(

@@ -162,11 +162,15 @@ class LayerProfile:
     input_grads_at: tuple[tuple[int, int], ...] = _value(
         (), "gradients of inputs that such a stage makes, if not one for each of them"
     )
+    segment_grads_at: tuple[tuple[int, int], ...] = _value(
+        (), "the same of a later segment of a stage, whose gradients stay as they are made"
+    )
     held_for_weights_bytes: int = _value(0, "kept between input gradient and weight gradient")
     held_input_bytes: int = _value(0, "inputs among what is kept for the weight gradient")
     held_output_grad_bytes: int = _value(
         0, "gradients of outputs among what is kept for the weight gradient"
     )
+    held_grad_bytes: int = _value(0, "made by the input gradient, and kept for the weight gradient")
     plain_peak_bytes: int = _value(0, "most made at once in a forward that keeps nothing")
     cheap_bytes: int = _value(0, "given by convolutions and matrix products")
     cheap_first_peak_bytes: int = _value(0, "most made at once in a forward that keeps only those")

@@ -183,11 +183,18 @@ class Spans:
         last stage are what the loss is given. The loss runs without graphs, and what it saves is
         not counted.
         """
-        table = self.stash + self._around_slot + self._unsaved_outputs + self.handed_back
-        table[:, -1] -= self.profile.layers[-1].loss_bytes
-        for i, layer in enumerate(self.profile.layers):
-            for ahead, num_bytes in layer.input_grads_at:
-                table[i, i + ahead + 1] += num_bytes - self.handed_back[i, i + ahead + 1]
+        return self._slot("input_grads_at")
+
+    @cached_property
+    def segment_slot(self) -> Table:
+        """The same of a later segment of a stage, whose input gradients stay as they are made."""
+        return self._slot("segment_grads_at")
+
+    @cached_property
+    def slot_for_weights(self) -> Table:
+        """Bytes of a slot in addition with a split backward: the gradients that I leaves for W."""
+        of_outputs = np.append(0.0, self._of("held_output_grad_bytes"))
+        table: Table = np.maximum(self._sums("held_grad_bytes") - of_outputs, 0.0)
         return table
 
     @cached_property
@@ -203,7 +210,16 @@ class Spans:
             self.input_gradient_peak - self.given_back,
             self.held_for_weights + self.weight_gradient_peak,
         )
-        return np.maximum(self.slot_pool, self._around_slot + self._unsaved_outputs + backward)
+        split = np.maximum(self.slot + self.slot_for_weights, self.slot_pool)
+        return np.maximum(split, self._around_slot + self._unsaved_outputs + backward)
+
+    def _slot(self, input_gradients: str) -> Table:
+        table = self.stash + self._around_slot + self._unsaved_outputs + self.handed_back
+        table[:, -1] -= self.profile.layers[-1].loss_bytes
+        for i, layer in enumerate(self.profile.layers):
+            for ahead, num_bytes in getattr(layer, input_gradients):
+                table[i, i + ahead + 1] += num_bytes - self.handed_back[i, i + ahead + 1]
+        return table
 
     @cached_property
     def _around_slot(self) -> Table:

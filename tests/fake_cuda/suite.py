@@ -64,6 +64,7 @@ def _mpi(name: str, chosen: str = "", **environment: str) -> Part:
 PARTS = (
     Part("the device", ("tests/fake_cuda/fake_device.py",), num_ranks=1),
     Part("graphs", ("tests/fake_cuda/fake_graphs.py",), num_ranks=1),
+    Part("slots of graphs", ("tests/fake_cuda/fake_slots.py",), num_ranks=1),
     Part(
         "mutants",
         ("tests/fake_cuda/fake_mutants.py",),
@@ -85,7 +86,7 @@ PARTS = (
     _mpi("memory", **DIRECTLY),
     _mpi("memory", "bits_and_bytes and (resnet or unet) and 1f1b", **LATE),
     _mpi("memory", "bits_and_bytes and 1f1b", **NCCL),
-    _mpi("memory", "bits_and_bytes and not list_found", **GRAPHS),
+    _mpi("memory", "bits_and_bytes", **GRAPHS),
     _mpi("resume"),
     _mpi("resume", **GRAPHS),
     _mpi("training"),

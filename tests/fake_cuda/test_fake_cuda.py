@@ -40,6 +40,8 @@ QUICK = {
     ],
 }
 
+SLOTS = ("unet-keep-zb_h1", "unet-recompute-1f1b")
+
 pytestmark = [
     pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
     pytest.mark.timeout(LIMIT_S + 200),  # the first one compiles
@@ -83,6 +85,7 @@ def test_the_device_and_the_engine_on_it() -> None:
     paths = [
         here / "fake_device.py",
         here / "fake_graphs.py",
+        *(f"{here / 'fake_slots.py'}::test_bytes_of_graphs[{name}]" for name in SLOTS),
         here / "fake_mutants.py",
         *(engine / f"test_{name}.py" for name in ENGINE),
     ]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gems.memory.plan import Choice, MemoryPlan, Segment, add_memory
-from gems.memory.slots import assign_slots
+from gems.memory.slots import assign_slots, grown_slots
 from gems.schedule import FAMILIES, generate
 from gems.schedule.action import COMPUTE_KINDS, Action, Kind
 from gems.schedule.families.given_placement import forward_only
@@ -122,3 +122,10 @@ def test_recomputed_stages_need_one_slot_however_many_are_in_flight() -> None:
     assert all(a >= 0 for a in lifetimes) and any(
         b.kind is Kind.B and a.kind is Kind.R for a, b in pairwise(schedule.rank_schedules[0])
     )
+
+
+def test_first_micro_batches_run_eagerly() -> None:
+    actions = [*map(Action.parse, ("0F0", "0F1", "0B0", "0F2", "0B1", "0B2"))]
+    changes = [(each, 10 if each.kind is Kind.F else -10) for each in actions]
+    # two eager ones hold 20, the second with the first slot 10 + 8; in the next step there are two
+    assert grown_slots(changes, {(0, 0): 8}) == (16, 20)

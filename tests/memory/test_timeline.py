@@ -98,7 +98,10 @@ def test_graphs_hold_a_slot_for_each_of_the_most_in_flight_on_each_stage(
                 walked = rank_timeline(made, plan, schedule, rank, SGD)
                 assert walked.peak_bytes == expected[rank]
                 counts = assign_slots(schedule, rank).counts.items()
-                bytes_of = [int(spans.slot[cuts[s], cuts[s + 1]]) for s in range(len(cuts) - 1)]
+                table = spans.slot
+                if schedule.has_split_backward:  # of all stages, in these schedules
+                    table = table + spans.slot_for_weights
+                bytes_of = [int(table[cuts[s], cuts[s + 1]]) for s in range(len(cuts) - 1)]
                 held = sum(number * bytes_of[stage] for (_, stage), number in counts)
                 assert {point.activation_bytes for point in walked.points} == {held}
                 assert walked.points[-1].device_bytes >= held
@@ -109,7 +112,7 @@ def test_segments_share_a_slot_of_the_largest_of_a_rank(
     profiles: dict[str, ModelProfile], choice: Choice
 ) -> None:
     made = profiles["resnet"]
-    slot = Spans(made).slot
+    spans = Spans(made)
     cuts = even_cuts(made, 4)
     layers = {layer: Segment(layer, layer + 1, choice) for layer in range(made.num_layers)}
     plan = MemoryPlan.by_layer("test", cuts, layers)
@@ -120,7 +123,10 @@ def test_segments_share_a_slot_of_the_largest_of_a_rank(
             for each in (made, made.captured(True))
         )
         mine = [s for _, stage in schedule.placement.stages_on(rank) for s in plan.stages[stage]]
-        largest = max(slot[each.first, each.end] for each in mine)
+        largest = max(
+            (spans.slot if each.first in cuts else spans.segment_slot)[each.first, each.end]
+            for each in mine
+        )
         largest *= choice is not Choice.SELECTIVE  # these run eagerly
         for before, after in zip(eager, captured, strict=True):
             assert after.activation_bytes == before.activation_bytes + largest
@@ -146,6 +152,10 @@ def test_a_slot_by_hand() -> None:
     passing = replace(CHAIN.layers[1], input_grads_at=((0, 0),))
     passed = Spans(replace(CHAIN, layers=(CHAIN.layers[0], passing, *CHAIN.layers[2:])))
     assert (passed.slot[1, 2], passed.slot[1, 3]) == (250, spans.slot[1, 3])
+    # I leaves the gradient of a's output within a stage, at whose end it is given
+    held = replace(CHAIN.layers[0], held_grad_bytes=60, held_output_grad_bytes=50)
+    split = Spans(replace(CHAIN, layers=(held, *CHAIN.layers[1:]))).slot_for_weights
+    assert (split[0, 1], split[0, 2], split[1, 2]) == (10, 60, 0)
 
 
 # a layer's own 100, an output of 40 that the next saves and, but for the last, hands on; half of

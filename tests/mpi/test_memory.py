@@ -247,4 +247,5 @@ def test_bits_and_bytes_of_a_list_found_with_its_actions(comm, network, actions)
     assert found and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     activations = rank.train.activations
     assert activations.peak_bytes == made.memory.ranks[rank.index].peak_activation_bytes
-    assert activations.peak_bytes <= made.costs.activation_bytes and activations.held_bytes == 0
+    if not spec.train.cuda_graphs:  # whose slots stay, and only a cap in bytes has room for them
+        assert activations.peak_bytes <= made.costs.activation_bytes and activations.held_bytes == 0

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from gems.autograd.mixed import Mixed, low_copies, mixed_of
 from gems.autograd.outputs import map_tensors, tensors_in
 from gems.autograd.split_backward.deferred import DeferredGradients
-from gems.autograd.storages import storage_addresses, storage_sizes, tensor_bytes, tensor_over
+from gems.autograd.storages import storage_addresses, storage_sizes, tensor_over
 from gems.autograd.torch_internals import copy_all, end_capture_memory, storage_at
 from gems.engine.offload.host_copies import as_bytes
 from gems.engine.stage import Loss, Tensors
@@ -283,10 +283,13 @@ class LayerGraphs:
             self.input_gradients = source.backward(self.output_gradients)
         received = [each for each in self.output_gradients if each is not None]
         made = [each for each in self.input_gradients if each is not None]
-        self.num_bytes += tensor_bytes([*received, *made])
+        around = storage_sizes([*received, *made])
+        self.num_bytes += sum(around.values())
         if source.deferred is not None:
             kept = storage_sizes(source.deferred.tensors())
             self.read_by_weights = {where: kept[where] for where in kept.keys() - known}
+            new = self.read_by_weights.keys() - held.keys() - around.keys()
+            self.num_bytes += sum(kept[where] for where in new)
             for_weights.clear()
             with capturing(stage, pool, Kind.W) as self._graphs[Kind.W]:
                 source.backward_weight()

@@ -28,6 +28,7 @@ from gems.engine.stages.wrappers import wrap_stage
 from gems.engine.supervision.recorder import Recorder
 from gems.errors import ConfigError
 from gems.memory.plan import Choice, MemoryPlan, Segment
+from gems.memory.slots import split_stages
 from gems.schedule.action import Kind
 from gems.schedule.schedule import Schedule
 from gems.streaming.strip_run import Draws
@@ -177,9 +178,7 @@ def _graphed(stage: WholeStage, key: StageKey, options: StageOptions) -> Stage:
     if isinstance(stage, StreamedStage):
         # strips do not call the modules, so those that may draw have not run without drawing
         return GraphedStrips(stage, replace(captures, is_drawing=_has_draws))
-    actions = options.schedule.rank_schedules[options.rank]
-    is_split = any(each.kind is Kind.I and (each.direction, each.stage) == key for each in actions)
-    return GraphedStage(stage, captures, is_split)
+    return GraphedStage(stage, captures, key in split_stages(options.schedule, options.rank))
 
 
 def _has_draws(layer: nn.Module) -> bool:

@@ -115,14 +115,15 @@ class _Placed:
 
     `made` is the memory that it passes on. `unsaved` is its input memory that no layer has saved
     yet, by the distance to its maker. `backward` maps the end of its stage to its peak, and to the
-    bytes that a stage beginning with it passes on and makes as gradients of its inputs.
+    bytes that a stage beginning with it passes on and makes as gradients of its inputs, and those
+    that a later segment of a stage makes.
     """
 
     layer: Layer
     kind: _Kind
     made: list[_Storage] = field(default_factory=list)
     unsaved: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    backward: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    backward: dict[int, tuple[int, int, int, int]] = field(default_factory=dict)
 
 
 def profile_model(
@@ -269,20 +270,24 @@ def _add_backwards(chain: Sequence[_Placed]) -> None:
             gradients = found.input_gradients
             passed = sum(each.layout.num_bytes for each in gradients if each and each.is_untouched)
             given = chain[index - 1].kind.meter.outputs if index else ()
-            made = _made_bytes(gradients, given)
-            chain[index].backward[end] = found.peak_bytes, passed, made
+            made, as_segment = (
+                _made_bytes(gradients, given, is_first) for is_first in (True, False)
+            )
+            chain[index].backward[end] = found.peak_bytes, passed, made, as_segment
 
 
-def _made_bytes(gradients: Gradients, inputs: Sequence[Output]) -> int:
-    """Return the bytes that a stage makes as gradients of its inputs, in the layouts of these.
+def _made_bytes(gradients: Gradients, inputs: Sequence[Output], is_first: bool) -> int:
+    """Return the bytes that the first or a later segment makes as gradients of its inputs.
 
-    One that shares the memory of a gradient of its outputs is not made.
+    In the first they are complete and in the layouts of the inputs. One that shares the memory of a
+    gradient of the segment's outputs is not made.
     """
     sizes: dict[object, int] = {}
     for gradient, tensor in zip(gradients, inputs, strict=False):
-        if gradient is None or gradient.layout.strides != tensor.layout.strides:
+        is_other = gradient is None or gradient.layout.strides != tensor.layout.strides
+        if is_first and is_other:
             sizes[tensor] = tensor.grad_bytes
-        elif not gradient.is_given:
+        elif gradient is not None and not gradient.is_given:
             sizes[gradient.storage] = gradient.storage_bytes
     return sum(sizes.values())
 
@@ -310,6 +315,15 @@ def _layer_profile(placed: _Placed, index: int, given_grad_bytes: int) -> LayerP
     grad_bytes = sum(output.grad_bytes for output in meter.outputs)
     peaks = {end - index - 1: peak for end, (peak, *_) in sorted(placed.backward.items())}
     usual = peaks[max(peaks)] + (grad_bytes if len(peaks) == 1 else 0)
+
+    def at_ends(place: int, usual: int) -> tuple[tuple[int, int], ...]:
+        """Return a figure of the backward by the end of the stage, unless it is the usual one."""
+        return tuple(
+            (end - index - 1, figures[place])
+            for end, figures in sorted(placed.backward.items())
+            if figures[place] != usual
+        )
+
     return replace(
         meter.layer,
         name=placed.layer.name,
@@ -327,14 +341,9 @@ def _layer_profile(placed: _Placed, index: int, given_grad_bytes: int) -> LayerP
         backward_peak_at=tuple(
             (ahead, peak) for ahead, peak in peaks.items() if not ahead or peak != usual
         ),
-        passed_at=tuple(
-            (end - index - 1, size) for end, (_, size, _) in sorted(placed.backward.items()) if size
-        ),
-        input_grads_at=tuple(
-            (end - index - 1, size)
-            for end, (*_, size) in sorted(placed.backward.items())
-            if size != given_grad_bytes
-        ),
+        passed_at=at_ends(1, 0),
+        input_grads_at=at_ends(2, given_grad_bytes),
+        segment_grads_at=at_ends(3, given_grad_bytes),
         cheap_bytes=product_bytes_of(storages),
         saved=saved,
         passing=tuple(storage for storage in storages if not storage.savers),

@@ -125,7 +125,7 @@ def meter(call: LayerCall, workspace: Workspace | None = None) -> LayerMeter:
         hooks = torch.autograd.graph.saved_tensors_hooks(_drop, _drop)
         return _forward_peak(call, LiveBytes(known, workspace), hooks, *keeping)
 
-    held, held_inputs, held_gradient = _held_for_weights(call)
+    held, held_inputs, held_gradient, made_gradients = _held_for_weights(call)
     layer = LayerProfile(
         name="",
         kind="",
@@ -137,6 +137,7 @@ def meter(call: LayerCall, workspace: Workspace | None = None) -> LayerMeter:
         held_for_weights_bytes=held,
         held_input_bytes=unique_bytes(call.inputs[number] for number in held_inputs),
         held_output_grad_bytes=held_gradient,
+        held_grad_bytes=made_gradients,
         plain_peak_bytes=recomputed_peak(),
         cheap_first_peak_bytes=recomputed_peak(
             RecordMatmuls(MatmulOutputs(), RandomState(call.module, call.device))
@@ -293,16 +294,37 @@ def _cheap_peak(call: LayerCall, workspace: Workspace | None) -> int:
     return _forward_peak(call, live, ReplayMatmuls(products, random))
 
 
-def _held_for_weights(call: LayerCall) -> tuple[int, tuple[int, ...], int]:
+def _held_for_weights(call: LayerCall) -> tuple[int, tuple[int, ...], int, int]:
     """Return what a split backward keeps of a layer between I and W, by running its I.
 
     Returns:
-        All kept bytes, the inputs among them, and the bytes of output gradients among them.
+        All kept bytes, the inputs among them, the bytes of output gradients among them, and the
+            bytes of all that forward has not saved.
     """
     later = DeferredGradients()
+    saved: list[Tensor] = []  # to the end, so that no gradient gets the ID of one
+    loss = call.loss
+
+    def save(tensor: Tensor) -> Tensor:
+        if not tensor._is_zerotensor():
+            saved.append(tensor)
+        return tensor
+
+    def watched(output: Any) -> Tensor:
+        """Run the loss; what it gives as the gradient of the output is given to the layers."""
+        assert loss is not None
+        for each in tensors_in(output):
+            if each.requires_grad:
+                each.register_hook(saved.append)  # type: ignore[no-untyped-call]
+        return loss(output)
+
+    if loss is not None:
+        call = replace(call, loss=watched)
+
     with SplitLayers(nn.ModuleList([call.module])).defer_to(later):
         run = Run(call)
-        outputs = run.forward()
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            outputs = run.forward()
         gradients = fresh_gradients(outputs, is_given=True)
         memory = given_memory(gradients, call.device)
         end = run.take(outputs, gradients, memory)
@@ -317,4 +339,6 @@ def _held_for_weights(call: LayerCall) -> tuple[int, tuple[int, ...], int]:
     held_gradient = unique_bytes(
         tensor for tensor in memory.values() if storage_of(tensor) in names
     )
-    return unique_bytes(kept), held_inputs, held_gradient
+    by_forward = {storage_of(tensor) for tensor in saved}
+    made = [tensor for tensor in kept if storage_of(tensor) not in by_forward]
+    return unique_bytes(kept), held_inputs, held_gradient, unique_bytes(made)
