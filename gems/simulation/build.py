@@ -28,7 +28,7 @@ from gems.simulation.model_costs import ModelCosts
 from gems.simulation.model_search import search_under_policy, search_with_cut, search_within_bytes
 from gems.utils.cache import cached
 
-SEARCH = 8  # another number for searches that would find other schedules
+SEARCH = 9  # another number for searches that would find other schedules
 
 
 def generate(costs: RunCosts, seed: int) -> Schedule:
@@ -64,9 +64,9 @@ def search_schedule(
     model = None if partitioner is None else ModelCosts(partitioner, memory.min_offload_bytes)
     request = schedule_request(costs, seed) if model is None else model_request(costs, model, seed)
     subject = policy.subject
-    cap_bytes = (
-        costs.schedule.activation_cap_bytes if request.num_strips > 1 and memory.keeps else None
-    )
+    # what a micro-batch holds is not all of it
+    is_more = request.num_strips > 1 or (model is not None and model.profile.is_captured)
+    cap_bytes = costs.schedule.activation_cap_bytes if is_more and memory.keeps else None
     facts: tuple[object, ...] = (SEARCH, request, IS_INSTALLED, cap_bytes)
     is_under_policy = not memory.keeps and request.cap is None
     if is_under_policy:

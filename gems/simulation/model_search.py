@@ -8,7 +8,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from gems.errors import ConfigError, DoesNotFitError, ScheduleError
-from gems.memory.plan import MemoryPlan
+from gems.memory.case import MemoryCase
+from gems.memory.plan import MemoryPlan, plan_of_schedule
 from gems.partition.methods import Partitioner
 from gems.partition.step_time import Boundaries
 from gems.schedule import PLACEMENTS
@@ -47,10 +48,11 @@ def search_with_cut(request: Request, model: ModelCosts) -> tuple[FoundSchedule,
 def search_within_bytes(
     request: Request, model: ModelCosts, policy: Policy, cap_bytes: int
 ) -> tuple[FoundSchedule, Boundaries]:
-    """Return a schedule in strips, and its cut, whose activations stay within bytes.
+    """Return a schedule, and its cut, whose activations stay within bytes.
 
-    The activations include the rows that strips share. A search assumes costs that are equal shares
-    of a whole image, so its cap is lowered until the schedule that it finds keeps the bytes.
+    The activations include the rows that strips share, and the slots of CUDA graphs. A search
+    assumes costs that are equal shares of a whole image, and that what a micro-batch frees may be
+    used by any other, so its cap is lowered until the schedule that it finds keeps the bytes.
 
     Raises:
         ConfigError: no schedule that keeps the cap was found.
@@ -67,21 +69,39 @@ def search_within_bytes(
             break
         bounds = bounds or found
         case = policy.case(found.schedule, boundaries, model.profile)
-        plan = MemoryPlan.keeping(case.boundaries)
+        plan = _plan_of(case)
         held = max(rank.peak_activation_bytes for rank in case.timelines(plan, case.lowered(plan)))
         if held <= cap_bytes:
             return (
                 replace(found, bound=bounds.bound, bound_any_strips=bounds.bound_any_strips),
                 boundaries,
             )
-        cap *= cap_bytes / held * (1 - MARGIN)
+        lower = max(cap * cap_bytes / held * (1 - MARGIN), least_cap(request))
+        if lower >= cap:
+            break
+        cap = lower
+    what, advice = (
+        (
+            f"in {request.num_strips} strips, which with the rows that they share hold",
+            "use another number of strips",
+        )
+        if request.num_strips > 1
+        else ("whose CUDA graphs fit, the last one found holds", "set train.cuda_graphs=false")
+    )
     raise ConfigError(
         "schedule.activation_cap_bytes",
         cap_bytes,
-        f"leaves no schedule in {request.num_strips} strips, which with the rows that they share"
-        f" hold {held}",
-        "raise it, or use another number of strips",
+        f"leaves no schedule {what} {held}",
+        f"raise it, or {advice}",
     )
+
+
+def _plan_of(case: MemoryCase) -> MemoryPlan:
+    """Return the plan of a schedule that was found: what its own memory actions do, or to keep all."""
+    plan = MemoryPlan.keeping(case.boundaries)
+    if case.schedule.has_memory_actions:
+        plan = plan_of_schedule(case.schedule, case.boundaries)
+    return replace(plan, least_bytes=case.least_bytes)
 
 
 def search_under_policy(

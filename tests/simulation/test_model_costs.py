@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+import gems.plan.draft
 from gems.config.schema import CostConfig, RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.plan import Choice, MemoryPlan
@@ -64,6 +65,36 @@ def test_a_run_keeps_its_cap_in_bytes(spec: RunSpec, cap: float, actions: list[s
         evaluate(replace(spec, schedule=in_bytes)).schedule.rank_schedules
         == plan.schedule.rank_schedules
     )
+
+
+def test_a_cap_in_bytes_has_room_for_the_slots_of_graphs(
+    spec: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unit_bytes = costs_of(spec, made_up(3)).unit_bytes
+
+    def capped(cap_bytes: int) -> Plan:
+        schedule = replace(spec.schedule, activation_cap=None, activation_cap_bytes=cap_bytes)
+        return evaluate(replace(spec, schedule=schedule))
+
+    eager = capped(3 * unit_bytes)
+    assert max(peaks_of(eager)[0]) <= 3 * unit_bytes < max(held_by_graphs(eager))
+    captured = made_up(3).captured(True)
+    monkeypatch.setattr(gems.plan.draft, "profile_of", lambda spec: captured)
+    plan = capped(3 * unit_bytes)
+    assert max(held_by_graphs(plan)) <= 3 * unit_bytes
+    assert held_by_graphs(plan) == [rank.peak_activation_bytes for rank in plan.memory.ranks]
+    with pytest.raises(ConfigError, match="leaves no schedule whose CUDA graphs fit"):
+        capped(unit_bytes)
+
+
+def held_by_graphs(plan: Plan) -> list[int]:
+    """Return the peak activation bytes of each rank of a plan if its actions are graphs."""
+    assert plan.profile is not None
+    case = Draft(plan.spec).policy.case(
+        compute_only(plan.schedule), plan.boundaries, plan.profile.captured(True)
+    )
+    kept = plan.memory_plan or MemoryPlan.keeping(plan.boundaries)
+    return [each.peak_activation_bytes for each in case.timelines(kept, plan.schedule)]
 
 
 def test_a_list_with_actions_has_its_memory_plan(spec: RunSpec) -> None:
