@@ -16,8 +16,10 @@ from gems.memory.plan import MemoryPlan
 from gems.memory.strips import stages_as_layers
 from gems.memory.timeline import rank_timeline
 from gems.partition.methods import optimizer_name
+from gems.profile import ModelProfile
 from gems.profile.profilers.fake import fake_profile
 from gems.profile.store import read_document, strips_of
+from gems.profile.strip_profile import StripProfile
 from gems.profile.subject import Subject
 from gems.schedule.costs import StageCosts
 from gems.schedule.ledger import peaks
@@ -76,10 +78,7 @@ def _bytes_from_profile(rank: Rank, path: Path | None) -> tuple[int, ...] | None
 
     In strips, the profile of the strips is used. None if the layers do not run on fake tensors.
     """
-    found = None
-    if rank.comm.rank == 0:
-        with suppress(RuntimeError):  # a value that fake tensors lack, such as a count of batches
-            found = _walked(rank, path)
+    found = _walked(rank, path) if rank.comm.rank == 0 else None
     of_pipeline: tuple[int, ...] | None = broadcast(rank.comm, found)
     return None if of_pipeline is None else of_pipeline * rank.plan.spec.parallel.replicas
 
@@ -90,25 +89,35 @@ def _walked(rank: Rank, path: Path | None) -> tuple[int, ...] | None:
     boundaries = rank.stages.of_model.boundaries
     plan = rank.plan.memory_plan or _kept(rank)
     strips = None
-    if schedule.num_strips > 1:
-        strips = strips_of(Subject.of(spec), boundaries)
+    found = _profile(rank, path)
+    if isinstance(found, StripProfile):
+        strips = found
+        found = stages_as_layers(strips)
         plan = plan.between(range(len(boundaries)))
-        profile = stages_as_layers(strips)
-    elif path is not None and path.exists():
-        profile = read_document(path)
-    else:
-        size = spec.parallel.micro_batch_size
-        dtype = spec.train.layer_dtype
-        profile = fake_profile(spec.model, spec.data, size, dtype, spec.machine)
-    if plan.boundaries[-1] != profile.num_layers:
-        return None  # the stages are those of a graph, which cuts layers apart
-    profile = profile.captured(_is_captured(rank))
+    if found is None or plan.boundaries[-1] != found.num_layers:
+        return None  # the stages may be those of a graph, which cuts layers apart
+    profile = found.captured(_is_captured(rank))
     optimizer = OPTIMIZERS[optimizer_name(spec.train, spec.optimizer)]
     walked = (
         rank_timeline(profile, plan, schedule, rank, optimizer, strips)
         for rank in range(schedule.num_ranks)
     )
     return tuple(rank.peak_activation_bytes for rank in walked)
+
+
+def _profile(rank: Rank, path: Path | None) -> ModelProfile | StripProfile | None:
+    spec = rank.plan.spec
+    is_in_strips = rank.plan.schedule.num_strips > 1
+    if path is not None and path.exists() and not is_in_strips:
+        return read_document(path)
+    # layers may read a value that fake tensors lack, such as a count of batches, or call a kernel
+    # of their own, for which torch has no error of its own
+    with suppress(RuntimeError):
+        if is_in_strips:
+            return strips_of(Subject.of(spec), rank.stages.of_model.boundaries)
+        size = spec.parallel.micro_batch_size
+        return fake_profile(spec.model, spec.data, size, spec.train.layer_dtype, spec.machine)
+    return None
 
 
 def _is_captured(rank: Rank) -> bool:
