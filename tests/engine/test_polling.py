@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from gems.engine.transport.links import Links
+from gems.engine.transport.links import LONGEST_GROWN_S, SLEEP_S, Links
 from gems.engine.transport.polling import (
     SPIN_MARGIN_S,
     Waiter,
@@ -122,22 +122,23 @@ class Messages(Links):
     receive = close = send
 
 
-def sleeps_of_a_wait(monkeypatch: pytest.MonkeyPatch, **options: float) -> list[float]:
+def sleeps_of_a_wait(monkeypatch: pytest.MonkeyPatch, sleep_s: float | None = None) -> list[float]:
     """Return the sleeps of a wait that never spins and ends at the fortieth look."""
     sleeps: list[float] = []
     looks = iter(range(40))
-    waiting = Messages(0, 600.0, spin_s=0.0, sleep_s=1.0)
+    waiting = Messages(0, 600.0, spin_s=0.0)
     monkeypatch.setattr(waiting, "_sleep", sleeps.append)
-    waiting.wait_until(lambda: next(looks) == 39, "data", **options)
+    waiting.wait_until(lambda: next(looks) == 39, "data", sleep_s=sleep_s)
     return sleeps
 
 
-def test_the_sleeps_of_a_wait_grow_by_its_length_up_to_a_limit(monkeypatch):
+def test_short_sleeps_of_a_wait_grow_by_its_length_up_to_a_limit(monkeypatch):
     sleeps = sleeps_of_a_wait(monkeypatch)
-    assert sleeps[0] == 1 and sleeps[-1] == sleeps[-2] == 4
-    assert all(sleep <= 1 + sum(sleeps[:i]) / 8 for i, sleep in enumerate(sleeps))
+    assert sleeps[0] == SLEEP_S and sleeps[-1] == sleeps[-2] == LONGEST_GROWN_S > SLEEP_S
+    for i, sleep in enumerate(sleeps):
+        assert sleep <= 1.001 * (SLEEP_S + sum(sleeps[:i]) / 8)
     assert sleeps == sorted(sleeps)
 
 
-def test_a_given_sleep_stays_as_it_is(monkeypatch):
-    assert set(sleeps_of_a_wait(monkeypatch, sleep_s=3.0)) == {3.0}
+def test_long_sleeps_of_a_wait_stay_as_they_are(monkeypatch):
+    assert set(sleeps_of_a_wait(monkeypatch, 0.01)) == {0.01}

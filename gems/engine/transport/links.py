@@ -14,9 +14,9 @@ from gems.engine.transport.polling import SPIN_S, WaitState
 
 SLEEP_S = 0.00005
 # each sleep of a wait is this much longer than the one before, so a message is seen late by at most
-# an eighth of its wait; up to a limit
+# an eighth of its wait
 SLEEP_GROWTH = 1.125
-LONGEST_SLEEP = 4  # times the first
+LONGEST_GROWN_S = 0.0002
 
 
 class Request(Protocol):
@@ -142,14 +142,14 @@ class Links(ABC):
     ) -> None:
         """Wait until `is_done`, and call `meanwhile` before each check.
 
-        The wait spins first, and then sleeps between polls, so that ranks may share a core. The
-        sleeps grow unless `sleep_s` is given.
+        The wait spins first, and then sleeps between polls, so that ranks may share a core. Short
+        sleeps grow.
 
         Raises:
             StalledError: Nothing came within the hang timeout.
         """
         pause_s = sleep_s or self._sleep_s
-        longest_s = sleep_s or LONGEST_SLEEP * pause_s
+        longest_s = max(pause_s, LONGEST_GROWN_S)
 
         def pause(seconds: float) -> None:
             nonlocal pause_s
