@@ -235,7 +235,7 @@ class GraphedStrips(WrappedStage):
 
         self._captures.attempt(capture)
         restore(buffers, before)
-        watch = loss if loss is None or not replayed else partial(slot.watch, loss)
+        watch = loss if loss is None or self._captures.is_refused else partial(slot.watch, loss)
         results: Tensors = self.stage.forward(index, rows, watch)
         self._compare(Kind.F, replayed, [*results, *buffers])
         return results
