@@ -25,10 +25,10 @@ class Cut:
 
 class _Begin(Function):
     @staticmethod
-    def forward(ctx: Any, cut: Cut, anchor: Tensor, tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, cut: Cut, anchor: Tensor, given: tuple[Tensor]) -> Tensor:
         ctx.cut = cut
         ctx.set_materialize_grads(False)
-        return tensor.detach()  # separate, so the layers may change it in place
+        return given[0].detach()  # separate, so the layers may change it in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
@@ -36,14 +36,15 @@ class _Begin(Function):
         return None, None, None
 
 
-_apply: Callable[..., Tensor] = _Begin.apply
+# without the checks for torch.func of Function.apply, which take as long again
+_apply: Callable[..., Tensor] = super(Function, _Begin).apply
 
 
 def begin(cut: Cut, tensor: Tensor) -> Tensor:
     """Return a tensor at which a graph begins, in the same memory; its gradient goes to `cut`."""
     device = tensor.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    return _apply(cut, _anchor(device, stream), tensor.detach())  # a leaf would be held
+    return _apply(cut, _anchor(device, stream), (tensor,))  # in a tuple: a leaf would be held
 
 
 @functools.cache

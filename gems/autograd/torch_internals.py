@@ -57,6 +57,7 @@ __all__ = [
     "enter_autocast",
     "exit_autocast",
     "foreach",
+    "free_weak",
     "has_kernel",
     "is_saving_changed",
     "is_transformed",
@@ -72,6 +73,7 @@ __all__ = [
     "tree_leaves",
     "tree_unflatten",
     "use_counts",
+    "weak_pointer",
     "without_autocast",
 ]
 
@@ -133,6 +135,12 @@ def storage_of_weak(reference: int) -> UntypedStorage | None:
     """Return the storage of a weak pointer, or None. If it is gone: weakref.ref of the tensors."""
     storage: UntypedStorage | None = UntypedStorage._new_with_weak_ptr(reference)
     return storage
+
+
+# a weak pointer to a storage, whose value is its address, and its end; if they are gone:
+# torch.multiprocessing.reductions.StorageWeakRef, which takes several times as long to make
+weak_pointer: Any = UntypedStorage._weak_ref
+free_weak: Any = UntypedStorage._free_weak_ref
 
 
 def end_capture_memory(device: torch.device, pool: Any) -> None:

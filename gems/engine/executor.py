@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -58,6 +58,20 @@ class Training:
     begin_draws: Callable[[int, int], None]
 
 
+_COMPUTE = (Kind.F, Kind.R, Kind.B, Kind.I, Kind.W)
+
+
+class _Task(NamedTuple):
+    """What an action of compute runs, looked up once for all steps."""
+
+    segment: Stage
+    micro_batch: int
+    whole: int  # the micro-batch, also if actions run strips of it
+    ends_in_loss: bool
+    is_split: bool
+    is_run_again: bool
+
+
 class Executor:
     """Runs the actions of `rank` in order, each with the handler of its kind.
 
@@ -103,6 +117,7 @@ class Executor:
             (action.direction, action.stage) for action in actions if action.kind is Kind.I
         }:
             self.stages[key].split_layers()
+        self._tasks = {action: self._task(action) for action in actions if action.kind in _COMPUTE}
         self._batch = Batch({}, {})
         self._step = 0
         self._sums = LossSums()
@@ -158,21 +173,17 @@ class Executor:
         return self._sums.read()
 
     def _forward(self, action: Action) -> None:
-        segment = self._segment(action)
-        micro_batch = _micro_batch(action)
-        loss = self._loss(action)
+        task = self._tasks[action]
+        segment, micro_batch = task.segment, task.micro_batch
+        loss = self._loss(task)
         inputs = [self._inputs(action)]
         if not action.segment and self.schedule.inputs_leave(*action[1:4]):
             self._channels.hand_over(inputs[0])
-        self._begin_draws(action)
+        self._begin_draws(task)
         start = self._recorder.timestamp()
         # pop, so that within a stage this call holds the only reference to the inputs
         outputs = segment.forward(
-            micro_batch,
-            inputs.pop(),
-            loss,
-            is_split=self._has(Kind.I, action),
-            is_run_again=self._has(Kind.R, action),
+            micro_batch, inputs.pop(), loss, is_split=task.is_split, is_run_again=task.is_run_again
         )
         if loss is None:
             self.router.put(action, outputs)
@@ -181,27 +192,28 @@ class Executor:
         self._recorder.compute(action, start)
 
     def _recompute(self, action: Action) -> None:
-        segment = self._segment(action)
-        self._begin_draws(action)
+        task = self._tasks[action]
+        self._begin_draws(task)
         start = self._recorder.timestamp()
-        segment.recompute(_micro_batch(action), self._loss(action))
+        task.segment.recompute(task.micro_batch, self._loss(task, is_counted=False))
         self._recorder.compute(action, start)
 
     def _backward(self, action: Action) -> None:
         """Run a full backward, or one that leaves weight gradients for W."""
-        segment = self._segment(action)
+        task = self._tasks[action]
+        segment, micro_batch = task.segment, task.micro_batch
         received = self.router.take(action) or ()
         start = self._recorder.timestamp()
-        micro_batch = _micro_batch(action)
         is_split = action.kind is Kind.I
         gradients, inputs = (segment.backward_input if is_split else segment.backward)(
-            micro_batch, self._output_gradients(action, received)
+            micro_batch, self._output_gradients(task, received)
         )
         held_bytes = segment.held_bytes(micro_batch) if is_split else 0
         self.activations.count_bytes(held_bytes - segment.kept_bytes(micro_batch))
         self.router.put(action, copy_shared(gradients, received))
         let_go = self.router.borrow if is_split else self.router.release
-        let_go(inputs, action._replace(kind=Kind.F))
+        if inputs:
+            let_go(inputs, action._replace(kind=Kind.F))
         let_go(received, action)
         if is_split:
             self.router.release_borrowed(action, self._still_read(action))
@@ -209,21 +221,22 @@ class Executor:
         self._recorder.compute(action, start)
 
     def _weight_gradient(self, action: Action) -> None:
-        segment = self._segment(action)
+        task = self._tasks[action]
         start = self._recorder.timestamp()
-        segment.backward_weight(_micro_batch(action))
-        self.activations.count_bytes(-segment.held_bytes(_micro_batch(action)))
+        task.segment.backward_weight(task.micro_batch)
+        self.activations.count_bytes(-task.segment.held_bytes(task.micro_batch))
         self.router.release_borrowed(action, self._still_read(action))
         self._recorder.compute(action, start)
 
     def _infer(self, action: Action) -> None:
         inputs = self._inputs(action)
         start = self._recorder.timestamp()
-        output = self._segment(action).infer(inputs)
+        task = self._tasks[action]
+        output = task.segment.infer(inputs)
         if action.stage != self._last_stage:
             self.router.put(action, copy_shared(as_tuple(output), inputs))
         elif output is not None:  # in strips, the last strip gives the output of the image
-            self._measure(output, self._batch.labels[self._whole(action)])
+            self._measure(output, self._batch.labels[task.whole])
         self.router.release(inputs, action)
         self._recorder.compute(action, start)
 
@@ -255,47 +268,43 @@ class Executor:
         self._channels.poll()
         self.store.free_copied()
 
-    def _begin_draws(self, action: Action) -> None:
+    def _begin_draws(self, task: _Task) -> None:
         if self._training is not None:
-            self._training.begin_draws(self._step, self._whole(action))
+            self._training.begin_draws(self._step, task.whole)
 
-    def _has(self, kind: Kind, action: Action) -> bool:
-        return self.schedule.has(
-            kind, action.stage, action.micro_batch, action.direction, action.segment
+    def _task(self, action: Action) -> _Task:
+        stage, micro_batch, segment = action.stage, _micro_batch(action), action.segment
+        place = stage, micro_batch, action.direction, segment
+        ends = stage == self._last_stage and segment == self.schedule.last_segment(stage)
+        return _Task(
+            self._segments[action.direction, stage, segment],
+            micro_batch,
+            micro_batch // self.schedule.num_strips,
+            ends_in_loss=ends,
+            is_split=self.schedule.has(Kind.I, *place),
+            is_run_again=self.schedule.has(Kind.R, *place),
         )
 
-    def _whole(self, action: Action) -> int:
-        """Return the micro-batch of an action, also if actions run strips of it."""
-        return _micro_batch(action) // self.schedule.num_strips
-
-    def _segment(self, action: Action) -> Stage:
-        return self._segments[action.direction, action.stage, action.segment]
-
-    def _ends_in_loss(self, action: Action) -> bool:
-        return action.stage == self._last_stage and action.segment == self.schedule.last_segment(
-            action.stage
-        )
-
-    def _loss(self, action: Action) -> Loss | None:
+    def _loss(self, task: _Task, is_counted: bool = True) -> Loss | None:
         """Return the loss function of a micro-batch at the end of the model.
 
         Recomputation counts no metrics.
         """
-        if not self._ends_in_loss(action):
+        if not task.ends_in_loss:
             return None
-        labels = self._batch.labels[self._whole(action)]
+        labels = self._batch.labels[task.whole]
         assert self._training is not None
         loss = self._training.loss
-        if action.kind is Kind.R:
-            return lambda output: loss(output, labels)
-        return lambda output: self._sums.add(loss(output, labels))
+        if is_counted:
+            return lambda output: self._sums.add(loss(output, labels))
+        return lambda output: loss(output, labels)
 
     def _inputs(self, action: Action) -> tuple[Tensor, ...]:
         found = self.router.take(action)
         if found is not None:
             return found
         if self._batch.rows is None:
-            whole = self._whole(action)
+            whole = self._tasks[action].whole
             if self._batch.arrive is not None:
                 self._batch.arrive(whole)
             return (self._batch.images[whole],)
@@ -305,8 +314,8 @@ class Executor:
         self.router.hold_rows(rows, action)
         return (rows,)
 
-    def _output_gradients(self, action: Action, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if not self._ends_in_loss(action):
+    def _output_gradients(self, task: _Task, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if not task.ends_in_loss:
             return received
         assert self._training is not None
         scale = self._training.update.loss_scale

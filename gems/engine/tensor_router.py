@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from gems.engine.offload.activation_store import MicroBatchKey
 from gems.engine.supervision.recorder import MemoryCounter, Recorder
@@ -68,6 +68,9 @@ class TensorRouter:
         needs = self._needs[action]
         if not needs:
             return None
+        if len(needs) == 1 and _is_inside(action, needs[0]):
+            # pop, so that within a stage the caller holds the only reference to the inputs
+            return self._inside.pop((action, needs[0]))
         parcels = [self._fetch(action, need) for need in needs]
         places = [
             (need, index)
@@ -144,13 +147,18 @@ class TensorRouter:
         if left:
             self._borrowed[micro_batch_key(action)] = left
 
-    def count_between_segments(self, is_counted: Callable[[MicroBatchKey, Tensor], bool]) -> None:
+    def count_between_segments(
+        self, is_counted: Callable[[MicroBatchKey, UntypedStorage], bool]
+    ) -> None:
         """Count tensors on their way within stages, without memory that is counted elsewhere."""
         sizes: dict[int, int] = {}
         for (_, source), tensors in self._inside.items():
+            key = micro_batch_key(source)
             for tensor in tensors:
-                if tensor is not None and not is_counted(micro_batch_key(source), tensor):
-                    sizes[_address(tensor)] = tensor.untyped_storage().nbytes()
+                if tensor is not None:
+                    memory = tensor.untyped_storage()
+                    if not is_counted(key, memory):
+                        sizes[memory.data_ptr()] = memory.nbytes()
         self.between_segments.set_bytes(sum(sizes.values()))
 
     def reset(self) -> None:

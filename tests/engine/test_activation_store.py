@@ -191,7 +191,7 @@ def test_a_storage_of_two_segments_has_one_copy_that_comes_back_for_the_later_on
     output = first.detach().clone()
     table = bench.store._tables[PLACE]
     shared = table.find(first.untyped_storage())
-    assert shared is not None and shared.buffer is not None and not shared.is_on_device
+    assert shared is not None and shared.on_host is not None and not shared.is_on_device
     moved = bench.store.counters.offloaded_bytes
     assert moved == bench.store.counters.saved_bytes
     del first

@@ -30,7 +30,7 @@ def test_on_a_processor_a_copy_is_over_when_it_is_posted():
     for tensor in made:
         tensor.zero_()
     back, again = copies.copy_in(on_host)
-    assert back.num_bytes == out.num_bytes and not back.is_waited_for
+    assert back.num_bytes == out.num_bytes and back.is_waited_for
     copies.wait(back)
     assert back.is_waited_for
     for got, want, kept in zip(again, wanted, on_host, strict=True):

@@ -202,7 +202,7 @@ def test_memory_is_gone_behind_free_and_back_with_prefetch(choice, least):
     def see(action):
         if action.kind in seen:
             table = store._tables[0, 0, action.micro_batch]
-            copied = [saved for saved in table.storages if saved.buffer is not None]
+            copied = [saved for saved in table.storages if saved.on_host is not None]
             held = [saved.is_on_device for saved in copied]
             # the labels, which the loss saves, are the batch's
             gone = [

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 
 from gems.autograd.convolutions import ConvolutionWatch
@@ -17,10 +17,12 @@ from gems.autograd.storages import storage_addresses, tensor_over
 from gems.engine.offload.host_copies import Copy, CpuCopier, CudaCopier
 from gems.engine.offload.host_pool import HostPool
 from gems.engine.offload.saved_tensor_table import (
+    Saved,
     SavedStorage,
     SavedTensor,
     SavedTensorTable,
     Trail,
+    unchanged,
 )
 from gems.engine.supervision.recorder import COPY_IN, COPY_OUT, MemoryCounter, Recorder
 from gems.memory.residency import Script
@@ -118,7 +120,7 @@ class ActivationStore:
     @contextmanager
     def saved_tensor_hooks(
         self, key: MicroBatchKey, segment: int
-    ) -> Iterator[Callable[..., SavedTensor]]:
+    ) -> Iterator[Callable[..., Saved]]:
         """Store what autograd saves inside a block for the backward of a segment, and count it.
 
         Yields a function that saves a tensor as autograd would, and is told whether it may leave.
@@ -137,24 +139,29 @@ class ActivationStore:
         """Save a tensor for the recomputation of a segment, as if autograd had saved it."""
         table = self._tables[key]
         may_leave = table.begin_saves()
-        saved = self._save(table, segment, tensor) if may_leave else SavedTensor(tensor)
+        saved = self._save(table, segment, tensor) if may_leave else None
         table.end_saves()
         self._update_counter(table)
-        return saved
+        return saved if isinstance(saved, SavedTensor) else SavedTensor(tensor)
 
-    def load(self, saved: SavedTensor) -> Tensor:
+    def load(self, saved: Saved) -> Tensor:
         """Return a saved tensor on the device; it may be loaded more than once.
 
         Raises:
             RuntimeError: The tensor was changed in place after it was saved.
         """
-        storage = saved.storage
-        if storage is not None and (saved.tensor is None or storage.coming is not None):
-            with self._lock:
-                if saved.tensor is None:
-                    self._load_missing(storage)
-                self._wait_for_copy_in(storage)
-        return saved.read()
+        if isinstance(saved, tuple):
+            tensor, version = saved
+        else:
+            storage = saved.storage
+            if storage is not None and (saved.tensor is None or storage.coming is not None):
+                with self._lock:
+                    if saved.tensor is None:
+                        self._load_missing(storage)
+                    self._wait_for_copy_in(storage)
+            assert saved.tensor is not None
+            tensor, version = saved.tensor, saved.version
+        return tensor if tensor._version == version else unchanged(tensor, version)
 
     def record_outputs(self, key: MicroBatchKey, segment: int, outputs: Iterable[Tensor]) -> None:
         """Record the outputs of a segment, which stay in use for a while."""
@@ -164,10 +171,10 @@ class ActivationStore:
         """Do not take a micro-batch as the measure of later ones, which will save other tensors."""
         self._tables[key].trail.is_complete = False
 
-    def is_counted(self, key: MicroBatchKey, tensor: Tensor) -> bool:
-        """Return whether a tensor's memory is counted already, as saved here or as an input."""
+    def is_counted(self, key: MicroBatchKey, memory: UntypedStorage) -> bool:
+        """Return whether memory is counted already, as saved here or as an input."""
         table = self._tables.get(key)
-        return table is not None and table.is_counted(tensor.untyped_storage())
+        return table is not None and table.is_counted(memory)
 
     def offload(self, action: Action) -> None:
         """Post the copy of a segment's saved tensors to host memory."""
@@ -177,14 +184,10 @@ class ActivationStore:
             for saved in table.offload(segment):
                 source = saved.source()
                 if source is not None:
-                    saved.buffer = self._pool.borrow(saved.num_bytes)
-                    self.on_host.count_bytes(saved.num_bytes)
-                    memory = saved.buffer.untyped_storage()
-                    saved.on_host = tensor_over(
-                        memory, source.dtype, 0, source.size(), source.stride()
-                    )
+                    saved.on_host = self._borrow_for(saved)
                     pairs.append((source, saved.on_host))
             copy = table.leaving[segment] = self._copier.copy_out(pairs)
+            self.on_host.count_bytes(copy.num_bytes)
             self.counters.offloaded_bytes += copy.num_bytes
             self._recorder.span(action, COPY_OUT, copy.start, copy.end, copy.num_bytes)
 
@@ -229,8 +232,9 @@ class ActivationStore:
             table = self._tables[key]
             for tensor in for_weights if table.begin_saves() else ():
                 saved = self._save(table, ~segment, tensor)
-                if not table.is_measured and saved.storage is not None:
-                    table.for_weights.add(saved.storage)
+                storage = saved.storage if isinstance(saved, SavedTensor) else None
+                if storage is not None and not table.is_measured:
+                    table.for_weights.add(storage)
                     table.open.add(~segment)
                     table.trail.deferred.add(~segment)
             table.end_saves()
@@ -251,6 +255,7 @@ class ActivationStore:
                     self._release_buffer(saved)
                     saved.drop_memory()
             self._tables.clear()
+            self.on_host.set_bytes(0)
             self.activations.set_bytes(0)
 
     def _table(self, action: Action) -> tuple[SavedTensorTable, int]:
@@ -280,7 +285,7 @@ class ActivationStore:
 
     def _save(
         self, table: SavedTensorTable, segment: int, tensor: Tensor, may_leave: bool | None = None
-    ) -> SavedTensor:
+    ) -> Saved:
         if table.is_measured:
             return table.save_again(tensor)
         with self._lock:
@@ -321,7 +326,7 @@ class ActivationStore:
         copy, made = self._copier.copy_in([on_host for _, on_host in moved])
         for (saved, _), tensor in zip(moved, made, strict=True):
             memory = tensor.untyped_storage()
-            saved.coming = copy
+            saved.coming = None if copy.is_waited_for else copy
             saved.rebuild(memory, tensor)
             table.add_memory(saved, memory)
         self.counters.prefetched_bytes += copy.num_bytes
@@ -345,8 +350,8 @@ class ActivationStore:
     def _end(self, key: MicroBatchKey, segment: int) -> None:
         table = self._tables[key]
         self._free(table, segment)
-        for saved in table.end_backward(segment):
-            self._release_buffer(saved)
+        num_bytes = sum(map(self._release_buffer, table.end_backward(segment)))
+        self.on_host.count_bytes(-num_bytes)
         self._update_counter(table)
         if not table.open:
             del self._tables[key]
@@ -354,6 +359,8 @@ class ActivationStore:
 
     def _keep_trail(self, key: MicroBatchKey, table: SavedTensorTable) -> None:
         """Keep the trail of a micro-batch for the next ones, unless they may do otherwise."""
+        if table.is_measured and not table.is_changed:
+            return
         script = self._scripts[key]
         where = (*key[:2], script)
         # without a FREE, memory is free when a copy has ended
@@ -366,9 +373,21 @@ class ActivationStore:
             table.trail.forget_unmoved()
             self._trails.setdefault(where, table.trail)
 
-    def _release_buffer(self, saved: SavedStorage) -> None:
-        if saved.buffer is not None:
+    def _borrow_for(self, saved: SavedStorage) -> Tensor:
+        """Return a tensor of host memory for the copy of a storage."""
+        buffer = self._pool.borrow(saved.num_bytes)
+        assert saved.copied_layout is not None
+        dtype, _, size, stride = saved.copied_layout
+        if dtype is buffer.dtype and size == buffer.size() and stride == buffer.stride():
+            return buffer
+        return tensor_over(buffer.untyped_storage(), dtype, 0, size, stride)
+
+    def _release_buffer(self, saved: SavedStorage) -> int:
+        """Free the copy of a storage in host memory, and return its bytes."""
+        if saved.on_host is None:
+            return 0
+        if saved.coming is not None:
             self._wait_for_copy_in(saved)
-            self._pool.release(saved.buffer)
-            self.on_host.count_bytes(-saved.num_bytes)
-            saved.buffer = saved.on_host = None
+        self._pool.release(saved.on_host)
+        saved.on_host = None
+        return saved.num_bytes

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from gems.autograd.storages import tensor_over
+from gems.autograd.torch_internals import copy_all
 
 
 @dataclass(slots=True, eq=False)
@@ -35,19 +36,18 @@ class CpuCopier:
     def copy_out(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Copy:
         """Copy tensors of the device to others on the host."""
         start = time.perf_counter_ns()
-        for tensor, on_host in pairs:
-            on_host.copy_(tensor)
-        return Copy(start, time.perf_counter_ns(), _num_bytes(on_host for _, on_host in pairs))
+        targets = [on_host for _, on_host in pairs]
+        copy_all(targets, [tensor for tensor, _ in pairs])
+        return _ended(start, targets)
 
     def copy_in(self, on_host: Sequence[Tensor]) -> tuple[Copy, list[Tensor]]:
         """Copy tensors of the host to new ones of version 0 on the device."""
         start = time.perf_counter_ns()
         made = [tensor.clone() for tensor in on_host]
-        return Copy(start, time.perf_counter_ns(), _num_bytes(made)), made
+        return _ended(start, made), made
 
     def wait(self, copy: Copy) -> None:
-        """Mark the copy as waited for."""
-        copy.is_waited_for = True
+        """Do nothing."""
 
     def is_done(self, copy: Copy) -> bool:
         """Return True."""
@@ -120,5 +120,9 @@ def as_bytes(storage: UntypedStorage) -> Tensor:
     return tensor_over(storage, torch.uint8, 0, (storage.nbytes(),), (1,))
 
 
+def _ended(start_ns: int, copied: Sequence[Tensor]) -> Copy:
+    return Copy(start_ns, time.perf_counter_ns(), _num_bytes(copied), is_waited_for=True)
+
+
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+    return sum([tensor.nbytes for tensor in tensors])

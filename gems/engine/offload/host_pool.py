@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import resource
 import weakref
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -62,9 +63,9 @@ class PinnedMemory:
 
     def free(self, buffer: Tensor) -> None:
         """Unpin the buffer; its pages are freed with the last reference to it."""
-        del self._buffers[buffer.data_ptr()]
-        self._cudart.cudaHostUnregister(buffer.data_ptr())
-        self._pinned_bytes -= _whole_pages(buffer.nbytes)
+        address = buffer.data_ptr()
+        self._cudart.cudaHostUnregister(address)
+        self._pinned_bytes -= _whole_pages(self._buffers.pop(address).nbytes)
 
 
 def _unregister(cudart: Any, buffers: dict[int, Tensor]) -> None:
@@ -95,20 +96,21 @@ class HostPool:
         self._pinned = pinned
         self._where = where
         self._limit_bytes = limit_bytes
-        self._free: dict[int, list[Tensor]] = {}
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
 
     def borrow(self, num_bytes: int) -> Tensor:
         """Return a buffer of that size or, near the limit, a larger one.
 
+        It may be a tensor of any layout over its memory, as whoever released it has laid it out.
+
         Raises:
             DoesNotFitError: The limit leaves no room for it.
         """
-        size = (
-            num_bytes
-            if self._free.get(num_bytes) or self._has_room(num_bytes)
-            else self._other_size(num_bytes)
-        )
-        free = self._free.get(size)
+        size = num_bytes
+        free = self._free[size]
+        if not free and not self._has_room(size):
+            size = self._other_size(size)
+            free = self._free[size]
         if free:
             buffer = free.pop()
         else:
@@ -118,13 +120,14 @@ class HostPool:
             )
             self.held_bytes += size
             self.num_made += 1
-        self.used_bytes += buffer.nbytes
+        self.used_bytes += size
         return buffer
 
     def release(self, buffer: Tensor) -> None:
-        """Take a buffer back for reuse."""
-        self.used_bytes -= buffer.nbytes
-        self._free.setdefault(buffer.nbytes, []).append(buffer)
+        """Take a buffer back for reuse: what `borrow` returned, or a tensor over its memory."""
+        size = buffer.untyped_storage().nbytes()
+        self.used_bytes -= size
+        self._free[size].append(buffer)
 
     def _has_room(self, num_bytes: int) -> bool:
         return self._limit_bytes is None or self.held_bytes + num_bytes <= self._limit_bytes

@@ -9,14 +9,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from gems.autograd.storages import check_unchanged, storage_addresses, tensor_over
-from gems.autograd.torch_internals import storage_of_weak
+from gems.autograd.torch_internals import free_weak, storage_of_weak, weak_pointer
 from gems.engine.offload.host_copies import Copy, as_bytes
 from gems.memory.residency import Key, Residency
 
 Layout = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]  # second: the offset
+StayingTensor = tuple[Tensor, int]  # with its version; counted elsewhere, if at all
+_LOST = -1  # version of a tensor that was changed before its memory was dropped
 
 
 class SavedTensor:
@@ -26,7 +27,7 @@ class SavedTensor:
     move its memory, because it belongs to a parameter or an input of the stage.
     """
 
-    __slots__ = ("__weakref__", "_layout", "_was_changed", "storage", "tensor", "version")
+    __slots__ = ("__weakref__", "layout", "storage", "tensor", "version")
 
     def __init__(self, tensor: Tensor, storage: SavedStorage | None = None) -> None:
         self.storage = storage
@@ -34,37 +35,31 @@ class SavedTensor:
         # that saves it. Only these tensors own the memory, so it is freed with the last node.
         self.tensor: Tensor | None = tensor.detach() if tensor.requires_grad else tensor
         self.version = tensor._version
-        self._layout: Layout | None = None
-        self._was_changed = False
+        self.layout: Layout | None = None  # known once the tensor is copied, or has left
 
     @property
     def is_changed(self) -> bool:
         """Return whether the tensor was changed in place after it was saved."""
-        return self._was_changed or (
+        return self.version == _LOST or (
             self.tensor is not None and self.tensor._version != self.version
         )
-
-    @property
-    def layout(self) -> Layout:
-        """Return how the tensor lies in its storage."""
-        if self._layout is None:
-            assert self.tensor is not None
-            self._layout = _layout_of(self.tensor)
-        return self._layout
 
     def is_same(self, tensor: Tensor) -> bool:
         """Return whether a tensor of the same storage equals this one, which is on the device."""
         return (
             self.tensor is not None
             and self.version == tensor._version
-            and self.layout == _layout_of(tensor)
+            and _layout_of(self.tensor) == _layout_of(tensor)
         )
 
     def drop_memory(self) -> None:
         """Drop the device memory, and remember whether the tensor was changed before."""
-        if self.tensor is not None:
-            self._was_changed = self.is_changed
-            assert self.layout
+        tensor = self.tensor
+        if tensor is not None:
+            if tensor._version != self.version:
+                self.version = _LOST
+            if self.layout is None:
+                self.layout = _layout_of(tensor)
             self.tensor = None
 
     def rebuild(self, made: Tensor) -> None:
@@ -74,37 +69,45 @@ class SavedTensor:
             torch.autograd.graph.increment_version(made)
         self.tensor = made
 
-    def read(self) -> Tensor:
-        """Return the tensor, which must be on the device.
 
-        Raises:
-            RuntimeError: The tensor was changed in place.
-        """
-        assert self.tensor is not None
-        if self._was_changed:
-            raise RuntimeError(
-                f"forward: a tensor of shape {tuple(self.tensor.shape)} that backward needs was"
-                " changed in place before its memory was copied to the host"
-            )
-        return check_unchanged(self.tensor, self.version, "forward")
+Saved = SavedTensor | StayingTensor
+
+
+def unchanged(tensor: Tensor, version: int) -> Tensor:
+    """Return a saved tensor.
+
+    Raises:
+        RuntimeError: The tensor was changed in place after it was saved.
+    """
+    if version == _LOST:
+        raise RuntimeError(
+            f"forward: a tensor of shape {tuple(tensor.shape)} that backward needs was changed in"
+            " place before its memory was copied to the host"
+        )
+    return check_unchanged(tensor, version, "forward")
+
+
+def staying(tensor: Tensor) -> StayingTensor:
+    """Return the saved form of a tensor that stays."""
+    return tensor if tensor.is_leaf else tensor.detach(), tensor._version  # a leaf has no graph
 
 
 def _layout_of(tensor: Tensor) -> Layout:
-    return tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
+    return tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()  # type: ignore[return-value]
 
 
 class SavedStorage:
     """One version of a storage that a micro-batch has saved.
 
-    Its copy on the host is `on_host`, a tensor in `buffer`.
+    Its copy on the host is `on_host`. `addresses` are those of the storage objects that hold or
+    have held it.
     """
 
     __slots__ = (
-        "_copied_layout",
         "_tensors",
-        "_weak",
-        "buffer",
+        "addresses",
         "coming",
+        "copied_layout",
         "copied_version",
         "is_fixed",
         "is_on_device",
@@ -113,84 +116,86 @@ class SavedStorage:
         "on_host",
     )
 
-    def __init__(self, number: Key, num_bytes: int) -> None:
+    def __init__(self, number: Key, memory: UntypedStorage) -> None:
         self.number = number  # unique among the storages of the micro-batch
-        self.num_bytes = num_bytes
-        self.buffer: Tensor | None = None
+        self.num_bytes = memory.nbytes()
         self.on_host: Tensor | None = None
         self.coming: Copy | None = None  # the copy back to the device
         self.copied_version: int | None = None
         self.is_fixed = False  # True if a tensor in it could not be rebuilt from its bytes
         self.is_on_device = True
-        self._copied_layout: Layout | None = None  # of the saved tensor that `on_host` is a copy of
+        self.copied_layout: Layout | None = None  # of the saved tensor that `on_host` is a copy of
         self._tensors: list[weakref.ref[SavedTensor]] = []
         # A weak reference keeps the address from being reused while a tensor in flight may still
         # have the storage.
-        self._weak: dict[int, StorageWeakRef] = {}
+        self.addresses: list[int] = [weak_pointer(memory)]
 
-    @property
-    def addresses(self) -> Iterator[int]:
-        """Return the addresses of the storage objects that hold or have held this storage."""
-        return iter(self._weak)
+    def __del__(self) -> None:
+        for address in self.addresses:
+            free_weak(address)
 
-    def add_memory(self, memory: UntypedStorage) -> int:
-        """Record a storage object that holds this storage, and return its unique address."""
-        address = int(memory._cdata)
-        if address not in self._weak:
-            self._weak[address] = StorageWeakRef(memory)  # type: ignore[no-untyped-call]
-        return address
+    def saved_last(self, tensor: Tensor) -> SavedTensor | None:
+        """Return the tensor that was saved last if it equals `tensor`, and is on the device."""
+        last = self._tensors[-1]() if self._tensors else None
+        return last if last is not None and last.is_same(tensor) else None
 
     def save(self, tensor: Tensor) -> SavedTensor:
         """Return the saved form of a tensor, without memory if the storage has left."""
-        last = self._tensors[-1]() if self._tensors else None
-        if last is not None and last.is_same(tensor):
-            return last
         made = SavedTensor(tensor, self)
         if not self.is_on_device:
             made.drop_memory()
         self._tensors.append(weakref.ref(made))
         return made
 
-    def tensors(self) -> Iterator[SavedTensor]:
-        """Yield the saved tensors that are still in use."""
-        for reference in self._tensors:
-            tensor = reference()
-            if tensor is not None:
-                yield tensor
-
     def memory(self) -> UntypedStorage | None:
         """Return the device memory, or None if it has left and no tensor in flight holds it."""
-        alive = (storage_of_weak(weak.cdata) for weak in self._weak.values())
+        alive = map(storage_of_weak, self.addresses)
         return next((memory for memory in alive if memory is not None), None)
 
     def source(self) -> Tensor | None:
         """Return a tensor of all bytes on the device, or None if they are gone, and record it."""
-        alive = [(saved, saved.tensor) for saved in self.tensors() if saved.tensor is not None]
-        self.copied_version = max((tensor._version for _, tensor in alive), default=-1)
-        for saved, tensor in alive:
-            if tensor.nbytes == self.num_bytes and (
-                tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
+        self.copied_version = -1
+        whole = None
+        for reference in self._tensors:
+            saved = reference()
+            if saved is None or saved.tensor is None:
+                continue
+            tensor = saved.tensor
+            if tensor._version > self.copied_version:
+                self.copied_version = tensor._version
+            if (
+                whole is None
+                and tensor.nbytes == self.num_bytes
+                and (tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor))
             ):
-                self._copied_layout = saved.layout
-                return tensor
-        memory = self.memory()
-        return None if memory is None else as_bytes(memory)
+                whole = tensor
+                self.copied_layout = saved.layout = _layout_of(tensor)
+        if whole is None:
+            memory = self.memory()
+            if memory is not None:
+                whole = as_bytes(memory)
+                self.copied_layout = _layout_of(whole)
+        return whole
 
     def drop_memory(self) -> None:
         """Drop the device memory of all tensors in this storage."""
         self.is_on_device = False
-        for saved in self.tensors():
-            saved.drop_memory()
+        for reference in self._tensors:
+            saved = reference()
+            if saved is not None:
+                saved.drop_memory()
 
     def rebuild(self, memory: UntypedStorage, copied: Tensor | None = None) -> None:
         """Recreate all tensors over memory with the same bytes, which `copied` has too."""
         self.is_on_device = True
-        for saved in self.tensors():
-            if saved.tensor is None:
-                if copied is not None and saved.layout is self._copied_layout:
-                    saved.rebuild(copied)
-                else:
+        for reference in self._tensors:
+            saved = reference()
+            if saved is not None and saved.tensor is None:
+                if copied is None or saved.layout is not self.copied_layout:
+                    assert saved.layout is not None
                     saved.rebuild(tensor_over(memory, *saved.layout))
+                else:
+                    saved.rebuild(copied)
 
 
 class Place(NamedTuple):
@@ -225,7 +230,8 @@ class Trail:
     is_complete: bool = True
 
     def forget_unmoved(self) -> None:
-        """Forget the places of storages that stay; no place is left of tensors that all stay."""
+        """Forget storages that stay; no place is left of tensors that all stay."""
+        self.moves = [[key for key in keys if key in self.moved] for keys in self.moves]
         for number, places in enumerate(self.saves):
             left = [place if place and place.number in self.moved else None for place in places]
             self.saves[number] = left if any(left) else []
@@ -277,8 +283,9 @@ class SavedTensorTable:
     def is_counted(self, memory: UntypedStorage) -> bool:
         """Return whether memory is counted, as saved on the device or as an input of the stage."""
         saved = self.find(memory)
-        is_saved = saved is not None and saved.is_on_device
-        return is_saved or memory.data_ptr() in self.given
+        if saved is not None and saved.is_on_device:
+            return True
+        return memory.data_ptr() in self.given
 
     def count_device_bytes(self) -> None:
         """Take the bytes that are on the device now as counted."""
@@ -323,45 +330,44 @@ class SavedTensorTable:
         if is_back:
             saved.rebuild(memory)
         self.trail.saves[-1].append(Place(saved.number, saved.num_bytes, is_back))
-        return saved.save(tensor)
+        last = None if saved.is_fixed else saved.saved_last(tensor)
+        return last or saved.save(tensor)
 
-    def save_unmanaged(self, tensor: Tensor) -> SavedTensor:
+    def save_unmanaged(self, tensor: Tensor) -> StayingTensor:
         """Save a tensor that is counted elsewhere, and stays."""
         self.trail.saves[-1].append(None)
-        return SavedTensor(tensor)
+        return staying(tensor)
 
-    def save_again(self, tensor: Tensor, may_leave: bool | None = None) -> SavedTensor:
+    def save_again(self, tensor: Tensor, may_leave: bool | None = None) -> Saved:
         """Save a tensor as in the trail, which knows what may leave; one that is not there stays."""
         place = next(self._places, None)
-        if place is not None:
+        if place is None:
+            return tensor if tensor.is_leaf else tensor.detach(), tensor._version
+        if not (tensor.is_conj() or tensor.is_neg()):
+            number, num_bytes, is_back = place
+            saved = self._storages.get(number)
             memory = tensor.untyped_storage()
-            saved = self._find_again(place, tensor, memory)
-            if saved is not None:
-                if place.is_back:
+            if saved is None:
+                if memory.nbytes() == num_bytes:
+                    return self._add_storage(number, memory).save(tensor)
+            elif saved.copied_version in (None, tensor._version) and self.find(memory) is saved:
+                if is_back:
                     saved.rebuild(memory)
-                return saved.save(tensor)
-            self.is_changed = True
-        return SavedTensor(tensor)
-
-    def _find_again(
-        self, place: Place, tensor: Tensor, memory: UntypedStorage
-    ) -> SavedStorage | None:
-        saved = self._storages.get(place.number)
-        if saved is None:
-            is_alike = memory.nbytes() == place.num_bytes
-            is_fixed = tensor.is_conj() or tensor.is_neg()
-            return self._add_storage(place.number, memory) if is_alike and not is_fixed else None
-        has_changed = saved.copied_version not in (None, tensor._version)
-        return None if has_changed or self.find(memory) is not saved else saved
+                return saved.saved_last(tensor) or saved.save(tensor)
+        self.is_changed = True
+        return staying(tensor)
 
     def _add_storage(self, number: Key, memory: UntypedStorage) -> SavedStorage:
-        saved = self._storages[number] = SavedStorage(number, memory.nbytes())
-        self.add_memory(saved, memory)
+        saved = self._storages[number] = SavedStorage(number, memory)
+        self._by_address[saved.addresses[0]] = saved
         return saved
 
     def add_memory(self, saved: SavedStorage, memory: UntypedStorage) -> None:
         """Record the memory that a storage is in."""
-        self._by_address[saved.add_memory(memory)] = saved
+        address = memory._cdata
+        if address not in saved.addresses:
+            saved.addresses.append(weak_pointer(memory))
+        self._by_address[address] = saved
 
     def record_outputs(self, segment: int, outputs: Iterable[Tensor]) -> None:
         """Record the outputs of a segment, which stay in use for a while."""
@@ -371,7 +377,7 @@ class SavedTensorTable:
         if self.is_measured:
             for memory, number in zip(memories, self.trail.outputs[segment], strict=True):
                 if number is not None and number not in self.trail.moved:
-                    self.add_memory(SavedStorage(number, memory.nbytes()), memory)
+                    self.add_memory(SavedStorage(number, memory), memory)
             return
         found = [self.find(memory) for memory in memories]
         numbers = self.trail.outputs[segment] = [saved and saved.number for saved in found]

@@ -18,7 +18,7 @@ from gems.autograd.outputs import as_tuple, tensors_in
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.torch_internals import copy_all
 from gems.engine.offload.activation_store import ActivationStore
-from gems.engine.offload.saved_tensor_table import SavedTensor
+from gems.engine.offload.saved_tensor_table import Saved, SavedTensor
 from gems.engine.stage import Loss, Tensors
 from gems.engine.stages.graphed import Captures
 from gems.engine.stages.layer_graphs import (
@@ -75,7 +75,7 @@ class _Kept:
     """What a replayed forward leaves: the graphs, and the slot's tensors with their saved form."""
 
     graphs: LayerGraphs
-    saved: list[tuple[Tensor, SavedTensor]]
+    saved: list[tuple[Tensor, Saved]]
     loss: LossPass | None = None
 
 
@@ -225,7 +225,7 @@ class GraphedSegment(StoredSegment):
                     tensors[address] = static, torch.empty_like(static)
                     spilled.append(tensors[address])
                 static, live = tensors[address]
-                kept.saved.append((static, save(live, address in graphs.movable)))
+                kept.saved.append((static, save(live.detach(), address in graphs.movable)))
             if loss is not None:
                 kept.loss = LossPass.forward(loss, outputs, graphs.source.flags)
         if graphs.source.is_split:  # W needs them too

@@ -48,15 +48,15 @@ class SegmentInput:
             The segment's input, and the tensors for its layers, which share the memory of the
                 inputs and are no leaves.
         """
-        layouts = tuple(
+        layouts = [
             _gradient_layout(tensor) if tensor.is_floating_point() else None for tensor in inputs
-        )
-        cuts = tuple(Cut() if is_wanted else None for is_wanted in wanted)
-        values = tuple(
+        ]
+        cuts = [Cut() if is_wanted else None for is_wanted in wanted]
+        values = [
             tensor.detach() if cut is None else begin(cut, tensor)
             for cut, tensor in zip(cuts, inputs, strict=True)
-        )
-        return cls(cuts, layouts), values
+        ]
+        return cls(tuple(cuts), tuple(layouts)), tuple(values)
 
     def gradients(self, is_first: bool) -> tuple[Tensor | None, ...]:
         """Return the gradients of the floating-point inputs, and drop them.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -72,7 +71,9 @@ class StoredStrips(Stored, StreamedStage):
             self._stash[index] = Stash(self._staying(index, rows), (), deferred)
         made = () if loss is not None else self._given_on(strip, outputs)
         self._store.record_outputs(key, 0, made)
-        self._count_left(image, outputs, partial(self._store.is_counted, key))
+        self._count_left(
+            image, outputs, lambda tensor: self._store.is_counted(key, tensor.untyped_storage())
+        )
         self._store.activations.count_bytes(image.left_bytes)
         return made
 

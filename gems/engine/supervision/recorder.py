@@ -32,6 +32,8 @@ class MemoryCounter:
 
     def count_bytes(self, num_bytes: int) -> None:
         """Count bytes that were allocated (above 0) or freed (below 0)."""
+        if not num_bytes:
+            return
         self.held_bytes += num_bytes
         if self.held_bytes > self.peak_bytes:
             self.peak_bytes = self.held_bytes
