@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from gems.streaming.axis_plan import FRESH, AxisPlan, AxisValue, Readers
 from gems.streaming.axis_rules import Span
@@ -20,6 +20,9 @@ from gems.streaming.axis_rules import Span
 Box = tuple[Span, ...]  # a span for each axis
 Path = tuple[int, ...]
 Index = tuple[int, ...]
+K = TypeVar("K")
+V = TypeVar("V")
+MAX_KNOWN_BLOCKS = 256  # a plan of thousands of blocks would take much memory
 
 
 class Place(NamedTuple):
@@ -86,6 +89,22 @@ class BlockValue:
         )
 
 
+class ByBlock(Generic[K, V]):
+    """What is known of each of the latest blocks; that of the oldest is forgotten."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, dict[K, V]] = {}
+
+    def of(self, block: int) -> dict[K, V]:
+        """Return what is known of a block, to be added to."""
+        known = self._known.get(block)
+        if known is None:
+            if len(self._known) == MAX_KNOWN_BLOCKS:
+                del self._known[next(iter(self._known))]
+            known = self._known[block] = {}
+        return known
+
+
 class BlockPlan:
     """The plan of all values in all blocks.
 
@@ -105,7 +124,7 @@ class BlockPlan:
                 readers[read].add(number)
         self._all_readers = [frozenset(each) for each in readers]
         self._readers: dict[tuple[int, Index, Path], Readers] = {}
-        self._found: dict[tuple[int, int], BlockValue] = {}
+        self._found: ByBlock[int, BlockValue] = ByBlock()
         self.whole: Path = (FRESH,) * len(grid)
 
     def index(self, block: int) -> Index:
@@ -122,10 +141,10 @@ class BlockPlan:
 
     def at(self, block: int, number: int) -> BlockValue:
         """Return the plan of a value in a block."""
-        key = block, number
-        if key not in self._found:
-            self._found[key] = self._value(self.index(block), number)
-        return self._found[key]
+        found = self._found.of(block)
+        if number not in found:
+            found[number] = self._value(self.index(block), number)
+        return found[number]
 
     def sizes(self, number: int) -> tuple[int, ...]:
         """Return the sizes of the whole map of a value."""
@@ -175,7 +194,7 @@ class BlockPlan:
             carried = (*box, span, *inner)
             if not is_empty(carried):
                 found.carried[*path, source, *rest] = carried
-            if self._readers_of(index, number, (*path, source)):
+            if rest and self._readers_of(index, number, (*path, source)):
                 self._add(found, index, number, (*path, source), (*box, span))
         for place, piece in enumerate(part.kept):
             kept = (*box, (piece.begin, piece.end), *inner)

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import chain, pairwise, product
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import torch
@@ -14,30 +14,11 @@ from torch import Tensor
 
 from gems.autograd.random_draws import generators_of
 from gems.autograd.split_backward.deferred import DeferredGradients
-from gems.streaming.axis_rules import Bins
-from gems.streaming.block_plan import (
-    BlockPlan,
-    BlockValue,
-    Box,
-    Path,
-    Place,
-    is_empty,
-    offsets,
-    sizes,
-)
+from gems.streaming.block_plan import BlockValue, Box, Path, Place, is_empty
 from gems.streaming.buffers import Layout, Patch, Write, write_blocks
-from gems.streaming.operations.kernels import Along, Call
-from gems.streaming.operations.lower import draws_numbers
-from gems.streaming.operations.operation import (
-    MAP,
-    PARTS,
-    STATIC,
-    WHOLE,
-    Info,
-    Operation,
-    changed_buffer,
-    refs,
-)
+from gems.streaming.operations.kernels import Call
+from gems.streaming.operations.operation import MAP, PARTS, STATIC, WHOLE, Operation, changed_buffer
+from gems.streaming.strip_network import Parts, PatchOf, Stored, StripNetwork
 from gems.streaming.trace import Ref, Step, Weight
 
 # maps the checksum of a module's name to the seed of its random numbers
@@ -60,181 +41,6 @@ class RunMode(NamedTuple):
     deferred: DeferredGradients | None = None
     is_again: bool = False
     buffers: Mapping[Weight, Tensor] | None = None
-
-
-class CarriedTensor(NamedTuple):
-    """An item that is kept from a block for the block `to`.
-
-    It is a box of a map, partial sums, or a value that depends on no input.
-    """
-
-    kind: str
-    number: int
-    to: int
-    place: Place = Place((), ())  # of a map, where it is now
-    path: Path = ()  # of a map, the tensor that it will be
-    box: Box = ()
-
-
-class StripNetwork:
-    """Operations in order, and the plan of the values in blocks.
-
-    `planned` maps the number of a value to its number in the plan.
-    """
-
-    def __init__(
-        self,
-        operations: Sequence[Operation],
-        infos: Sequence[Info],
-        num_inputs: int,
-        outputs: Sequence[int],
-        planned: dict[int, int],
-        plan: BlockPlan,
-    ) -> None:
-        self.operations, self.infos, self.num_inputs = tuple(operations), tuple(infos), num_inputs
-        self.outputs = tuple(outputs)
-        self.planned = planned
-        self.plan = plan
-        self._readers: dict[int, set[int]] = {}
-        last: dict[int, int] = {}
-        for number, operation in enumerate(operations, num_inputs):
-            for ref in refs(operation.step):
-                last[ref.number] = number
-                self._readers.setdefault(ref.number, set()).add(number)
-            last[number] = number
-        # by operation: the values that nothing reads after it
-        self.released: dict[int, list[int]] = {}
-        for value, reader in last.items():
-            self.released.setdefault(reader, []).append(value)
-        # called with the results of each module's operations
-        self.watch: Callable[[str, tuple[Any, ...]], None] | None = None
-        # weights that are changed in the first strip
-        self.changed = {
-            weight
-            for each in operations
-            if each.info.kind == STATIC and (weight := changed_buffer(each.step))
-        }
-        self.drawing = {
-            number for number, each in enumerate(operations, num_inputs) if draws_numbers(each)
-        }
-        used = {
-            ref.number for each in operations if each.info.kind != STATIC for ref in refs(each.step)
-        }
-        self._statics = sorted(
-            number for number in used | {*outputs} if infos[number].kind == STATIC
-        )
-        self._held: dict[int, tuple[CarriedTensor, ...]] = {}
-        self._wanted: dict[tuple[int, int], tuple[Patch, ...]] = {}
-
-    def at(self, block: int, number: int) -> BlockValue:
-        """Return the plan of a value in a block."""
-        return self.plan.at(block, self.planned[number])
-
-    def shape_of(self, held: CarriedTensor) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return shape and type of a kept item."""
-        value = self.infos[held.number].value
-        shape = list(value.shape)
-        dtype = value.dtype
-        info = self.infos[held.number]
-        if held.kind == "sum":
-            operation = self.operations[held.number - self.num_inputs]
-            info = self.infos[operation.reads[0]]
-            shape = [*info.value.shape[:2], *operation.state["bins"]]
-            dtype = operation.state["dtype"]
-        if held.kind != "static":
-            for dim, size in zip(info.dims, sizes(held.box), strict=True):
-                if dim is not None:
-                    shape[dim] = size
-        return tuple(shape), dtype
-
-    def wanted(self, block: int, number: int) -> tuple[Patch, ...]:
-        """Return the patches of a value's fresh tensor that are read or kept."""
-        key = block, number
-        if key not in self._wanted:
-            at = self.at(block, number)
-            places = [kept.place for kept in at.kept]
-            for reader in self._readers.get(number, set()) & self.planned.keys():
-                reads = self.operations[reader - self.num_inputs].reads
-                for read, taken in zip(reads, self.at(block, reader).taken, strict=True):
-                    places += taken if read == number else ()
-            if number in self.outputs and not is_empty(at.new):
-                places.append(Place(self.plan.whole, at.new))
-            patches = {
-                self.patch(number, place.box, at.fresh)
-                for place in places
-                if place.path == self.plan.whole
-            }
-            self._wanted[key] = tuple(sorted(patches))
-        return self._wanted[key]
-
-    def patch(self, number: int, box: Box, start: Box) -> Patch:
-        """Return where a box of a value is in the tensor of another, along the axes it has."""
-        has = [dim is not None for dim in self.infos[number].dims]
-        return Patch(
-            tuple(each for each, flag in zip(offsets(box, start), has, strict=True) if flag),
-            tuple(each for each, flag in zip(sizes(box), has, strict=True) if flag),
-        )
-
-    def dims(self, number: int) -> tuple[int, ...]:
-        """Return the dimensions of the axes that a value has."""
-        return tuple(self.infos[number].axes)
-
-    def device(self, tensors: Sequence[Tensor | None]) -> torch.device:
-        """Return the device of the tensors, or of the weights if there are no tensors."""
-        weights = (
-            part.get()
-            for operation in self.operations
-            for part in operation.step.args
-            if isinstance(part, Weight)
-        )
-        found = next(
-            (tensor for tensor in chain(tensors, weights) if isinstance(tensor, Tensor)), None
-        )
-        return torch.device("cpu") if found is None else found.device
-
-    def held(self, block: int) -> tuple[CarriedTensor, ...]:
-        """Return the items that are kept after a block, in order."""
-        if block not in self._held:
-            self._held[block] = tuple(self._find_held(block))
-        return self._held[block]
-
-    def given(self, block: int) -> list[tuple[int, int]]:
-        """Return what a block is given: the blocks that kept it, and the places there, in order."""
-        steps = sorted({self.plan.step(axis) for axis in range(len(self.plan.grid))}, reverse=True)
-        return [
-            (block - step, place)
-            for step in steps
-            if step <= block
-            for place, held in enumerate(self.held(block - step))
-            if held.to == block
-        ]
-
-    def _find_held(self, block: int) -> Iterator[CarriedTensor]:
-        index = self.plan.index(block)
-        for number, row in self.planned.items():
-            for kept in self.at(block, number).kept:
-                to = block + self.plan.step(kept.axis)
-                yield CarriedTensor("map", number, to, kept.place, kept.path, kept.place.box)
-            axis = None if number < self.num_inputs else self._summed(number)
-            if axis is None:
-                continue
-            operation = self.operations[number - self.num_inputs]
-            rule = operation.rules[axis]
-            assert isinstance(rule, Bins)
-            along = self.plan.axes[axis]
-            read = self.planned[operation.reads[0]]
-            begun = rule.begun(along.ends[read][index[axis]])
-            box = list(self.at(block, number).window)
-            box[axis] = along.ends[row][index[axis]], begun
-            if index[axis] < self.plan.grid[axis] - 1 and not is_empty(tuple(box)):
-                to = block + self.plan.step(axis)
-                yield CarriedTensor("sum", number, to, box=tuple(box))
-        if block < self.plan.num_blocks - 1:
-            for number in self._statics:
-                yield CarriedTensor("static", number, block + 1)
-
-    def _summed(self, number: int) -> int | None:
-        return self.operations[number - self.num_inputs].summed
 
 
 class StripRun:
@@ -421,35 +227,20 @@ class StripRun:
         kwargs = {
             key: self._settle(value, operation, at, tensor) for key, value in step.kwargs.items()
         }
-        along = [] if at is None else list(self._along(operation, at))
+        along, summed = ((), None) if at is None else self._network.along(self._block, number)
         return Call(
             step.name,
             step.target,
             args,
             kwargs,
-            tuple(each for axis, each in along if axis != operation.summed),
-            next((each for axis, each in along if axis == operation.summed), None),
+            along,
+            summed,
             operation.state,
             partial(self._seeded, step) if number in self._network.drawing else _unseeded,
             self._mode.deferred,
             carried,
             self._mode.is_again,
         )
-
-    def _along(self, operation: Operation, at: BlockValue) -> Iterator[tuple[int, Along]]:
-        """Yield the axes of an operation: its own, and the one along which it adds up."""
-        source = self._network.infos[operation.reads[0]]
-        for axis, (new, there) in enumerate(zip(at.new, at.window, strict=True)):
-            is_summed = axis == operation.summed
-            dim = (source if is_summed else operation.info).dims[axis]
-            if dim is None:
-                continue
-            window = there
-            rule = operation.rules[axis] if operation.rules else None
-            if rule is not None and not is_summed:
-                window = rule.reads(*new)
-            size = rule.count if isinstance(rule, Bins) else operation.info.size(axis)
-            yield axis, Along(dim, *new, *window, size, source.size(axis), there)
 
     def _joined(self, number: int, places: Sequence[Place]) -> Tensor:
         """Return the boxes of a value in one tensor."""
@@ -500,50 +291,51 @@ class StripRun:
         return value
 
     def _piece(self, number: int, place: Place) -> Tensor:
-        at = self._network.at(self._block, number)
+        patch = self._network.patch_of(self._block, number, place)
         if place.path == self._network.plan.whole:
-            return self._fresh[number][self._network.patch(number, place.box, at.fresh)]
+            return self._fresh[number][patch]
         tensor = self._carried[number][place.path]
-        patch = self._network.patch(number, place.box, at.carried[place.path])
         for dim, begin, size in zip(self._network.dims(number), *patch, strict=True):
             tensor = tensor.narrow(dim, begin, size)
         return tensor
 
-    def _store(
-        self,
-        number: int,
-        how: str,
-        parts: Sequence[Sequence[tuple[Tensor, Box]]],
-        channel_dim: int = 1,
-    ) -> None:
+    def _store(self, number: int, how: str, parts: Parts, channel_dim: int = 1) -> None:
         """Write the block of a value.
 
         `parts` are the pieces that make its new box, with their boxes.
         """
+        known = self._network.stored.of(self._block)
+        key = number, bool(parts)
+        if key not in known:
+            known[key] = self._stored(number, how, parts, channel_dim)
+        wanted, layout, paths = known[key]
+        if layout is not None:
+            sources = [self._carried[number][path] for path in paths]
+            sources += [tensor for part in parts for tensor, _ in part]
+            made = write_blocks(layout, sources or [self._nothing(number)])
+            self._fresh[number] = dict(zip(wanted, made, strict=True))
+        elif wanted:
+            self._fresh[number] = {wanted[0]: parts[0][0][0]}
+
+    def _stored(self, number: int, how: str, parts: Parts, channel_dim: int) -> Stored:
+        """Return how the block of a value is written."""
         network = self._network
         at = network.at(self._block, number)
         info = network.infos[number]
         wanted = network.wanted(self._block, number) if info.kind == MAP else ()
-        if not wanted:
-            return
         own = network.patch(number, at.new, at.fresh)
-        if parts and how == "copy" and at.fresh == at.new and wanted == (own,):
-            self._fresh[number] = {own: parts[0][0][0]}
-            return
-        sources: list[Tensor] = []
+        is_given = parts and how == "copy" and at.fresh == at.new and wanted == (own,)
+        if not wanted or is_given:
+            return Stored(wanted, None, [])
         writes: list[Write] = []
-        for place in at.copied:
+        for source, place in enumerate(at.copied):
             before = network.patch(number, place.box, at.carried[place.path])
             patch = network.patch(number, place.box, at.fresh)
-            writes.append(Write("copy", ((len(sources), before.offsets),), patch))
-            sources.append(self._carried[number][place.path])
+            writes.append(Write("copy", ((source, before.offsets),), patch))
         if parts:
             patch_of = partial(network.patch, number)
             make = _writes_of_channels if how == "cat" else _writes
-            writes += make(how, parts, len(sources), at.fresh, patch_of, channel_dim)
-            sources += [tensor for part in parts for tensor, _ in part]
-        if not sources:
-            sources = [self._nothing(number)]
+            writes += make(how, parts, len(writes), at.fresh, patch_of, channel_dim)
         shape = list(info.value.shape)
         dims = network.dims(number)
         for dim, size in zip(dims, network.patch(number, at.fresh, at.fresh).sizes, strict=True):
@@ -558,7 +350,7 @@ class StripRun:
             wanted,
             network.patch(number, inside, at.fresh),
         )
-        self._fresh[number] = dict(zip(wanted, write_blocks(layout, sources), strict=True))
+        return Stored(wanted, layout, [place.path for place in at.copied])
 
     @contextmanager
     def _seeded(self, step: Step, row: int | None) -> Iterator[None]:
@@ -586,10 +378,6 @@ class StripRun:
 
 def _unseeded(row: int | None) -> AbstractContextManager[None]:
     return nullcontext()
-
-
-Parts = Sequence[Sequence[tuple[Tensor, Box]]]
-PatchOf = Callable[[Box, Box], Patch]
 
 
 def _writes_of_channels(

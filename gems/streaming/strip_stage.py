@@ -36,7 +36,8 @@ from gems.streaming.operations.operation import (
     refuse_changed,
     strips_at_once,
 )
-from gems.streaming.strip_run import CarriedTensor, RunMode, StripNetwork, StripRun
+from gems.streaming.strip_network import CarriedTensor, StripNetwork
+from gems.streaming.strip_run import RunMode, StripRun
 from gems.streaming.trace import LayerTrace, Ref, Weight, trace
 
 DEFAULT_MODE = RunMode()
