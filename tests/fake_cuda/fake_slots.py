@@ -9,6 +9,7 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from gems.config.schema import DataConfig, MemoryConfig, ModelConfig, RunSpec
 from gems.engine.batch_loader import BatchLoader
@@ -26,8 +27,13 @@ pytestmark = pytest.mark.usefixtures("clean_device")
 
 @pytest.fixture(autouse=True)
 def nothing_kept() -> Iterator[None]:
-    """Free host memory now: the device refuses that while another test captures."""
+    """Free host memory now: the device refuses that while another test captures.
+
+    The stream that a run makes its own is not that of the tests after this one.
+    """
+    before = torch.cuda.current_stream()
     yield
+    torch.cuda.set_stream(before)
     gc.collect()
 
 
