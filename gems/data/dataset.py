@@ -113,19 +113,28 @@ class Dataset(ABC):
         """Return whether `rows` reads little more than the rows it returns, never a whole image."""
         return False
 
-    def rows(self, split: Split, index: int, draw: int, first: int, end: int) -> Image:
-        """Return rows `first` to `end` of the image that `image` returns."""
+    def rows(
+        self,
+        split: Split,
+        index: int,
+        draw: int,
+        first: int,
+        end: int,
+        columns: tuple[int, int] | None = None,
+    ) -> Image:
+        """Return rows `first` to `end` of the image that `image` returns, or some columns of them."""
+        left, right = columns or (0, self.shape[2])
         if not self.reads_rows(split):
-            return np.ascontiguousarray(cast(Image, self.image(split, index, draw))[:, first:end])
+            whole = cast(Image, self.image(split, index, draw))
+            return np.ascontiguousarray(whole[:, first:end, left:right])
         self._check(split, index)
         channels, height, width = self.shape
-        made = np.empty((channels, end - first, width), dtype=np.float32)
+        made = np.empty((channels, end - first, right - left), dtype=np.float32)
         upright = made
-        box = Box(slice(first, end), slice(0, width))
+        box = Box(slice(first, end), slice(left, right))
         if split == "train" and self.augment:
-            upright, box = unturned(
-                made, first, (height, width), generator(self.seed, "augment", index, draw)
-            )
+            rng = generator(self.seed, "augment", index, draw)
+            upright, box = unturned(made, box, (height, width), rng)
         self._write(split, index, box, upright)
         return made
 
@@ -396,15 +405,15 @@ def turned(image: Image, rng: np.random.Generator) -> Image:
 
 
 def unturned(
-    part: Image, first: int, sides_px: tuple[int, int], rng: np.random.Generator
+    part: Image, box: Box, sides_px: tuple[int, int], rng: np.random.Generator
 ) -> tuple[Image, Box]:
-    """Map rows of the image that `turned` returns back to the unturned image.
+    """Map a part of the image that `turned` returns back to the unturned image.
 
     `rng` must be in the same state as the generator passed to `turned`.
 
     Args:
-        part: The rows (channels, rows, width).
-        first: The number of the first row.
+        part: The part (channels, rows, columns).
+        box: Where it is in the turned image.
         sides_px: Height and width of the whole image.
         rng: The generator.
 
@@ -413,8 +422,7 @@ def unturned(
     """
     height, width = sides_px
     flip_rows, flip_columns, swap = rng.integers(2, size=3)
-    rows = slice(first, first + part.shape[1])
-    columns = slice(0, width)
+    rows, columns = box.rows, box.columns
     if swap and height == width:
         part, rows, columns = part.transpose(0, 2, 1), columns, rows
     if flip_columns:

@@ -18,7 +18,8 @@ class ReadRequest:
     """The (index, draw) pairs of one micro-batch, shape (size, 2), and the parts that a rank needs.
 
     Samples after the first `num_known` only fill the micro-batch and have no label; if None, all
-    have one. With `rows`, (first, end), only these rows of the images are read, and no labels.
+    have one. With `rows`, (first, end), only these rows of the images are read, or `columns` of
+    them, and no labels.
     """
 
     split: Split
@@ -27,6 +28,7 @@ class ReadRequest:
     labels: bool
     num_known: int | None = None
     rows: tuple[int, int] | None = None
+    columns: tuple[int, int] | None = None
 
 
 class MicroBatchReader:
@@ -59,7 +61,7 @@ class MicroBatchReader:
         if request.rows is None:
             return self._dataset.batch(request.split, samples, request.images, request.labels)
         found = [
-            self._dataset.rows(request.split, index, draw, *request.rows)
+            self._dataset.rows(request.split, index, draw, *request.rows, request.columns)
             for index, draw in samples.tolist()
         ]
         return found[0][np.newaxis] if len(found) == 1 else np.stack(found), None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import tee
+from itertools import pairwise, tee
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -27,7 +27,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from gems.config.schema import RunSpec
 from gems.data import Dataset, open_dataset
-from gems.data.dataset import Split, batch_indices, micro_batch_slice
+from gems.data.dataset import batch_indices, micro_batch_slice
 from gems.data.micro_batch_reader import MicroBatchReader, ReadRequest
 from gems.engine.device import DTYPES, CopyIn
 from gems.engine.executor import Batch
@@ -118,7 +118,7 @@ class BatchLoader:
             self.num_validation = dataset.num_validation
         if not self.reads or first_step >= spec.train.steps:
             return
-        in_strips = bool(share.strips) and self._reads_strips("train")
+        in_strips = bool(share.strips) and self._data.reads_rows("train")
         self._train = self._steps(
             self._requests, share.strips if in_strips else (), (first_step, spec.train.steps)
         )
@@ -179,10 +179,6 @@ class BatchLoader:
             if m in self._share.images or m in self._share.labels
         ]
 
-    def _reads_strips(self, split: Split) -> bool:
-        """Return whether images are read by strips of rows; blocks are cut from whole images."""
-        return len(self._spec.parallel.grid) == 1 and self._data.reads_rows(split)
-
     def _steps(
         self,
         requests: Callable[[int], Requests],
@@ -197,7 +193,7 @@ class BatchLoader:
         """
         data = self._spec.data
         num_strips = self._spec.parallel.num_strips
-        ends = (0, *even_ends(data.height_px, num_strips)) if strip_order else ()
+        rows, columns = self._spans() if strip_order else ([], [])
 
         def by_strip(step: int) -> Requests:
             whole = dict(requests(step))
@@ -205,8 +201,9 @@ class BatchLoader:
             strips = []
             for key in strip_order:
                 m, strip = divmod(key, num_strips)
-                rows = ends[strip], ends[strip + 1]
-                strips.append((key, replace(whole[m], labels=False, rows=rows)))
+                row, column = divmod(strip, len(columns))
+                part = replace(whole[m], labels=False, rows=rows[row], columns=columns[column])
+                strips.append((key, part))
             return [*labels, *strips]
 
         wanted = by_strip if strip_order else requests
@@ -218,6 +215,13 @@ class BatchLoader:
             )
         depth = 0 if data.num_workers or self._data.seeds_process else ahead
         return Steps(reader, wanted, *steps, depth)
+
+    def _spans(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Return the rows and the columns of the parts of an image."""
+        data = self._spec.data
+        sides = zip((data.height_px, data.width_px), (*self._spec.parallel.grid, 1), strict=False)
+        rows, columns = (list(pairwise((0, *even_ends(side, parts)))) for side, parts in sides)
+        return rows, columns
 
     def _on_device(self, batch: Batch) -> Batch:
         """Return a batch on the device; on a GPU, images are available as copies arrive."""
@@ -267,7 +271,7 @@ class BatchLoader:
         if not (has_images or has_labels):
             yield from (Batch({}, {}) for _ in range(num_rounds))
             return
-        by_rows = has_images and num_strips > 1 and self._reads_strips("validation")
+        by_rows = has_images and num_strips > 1 and self._data.reads_rows("validation")
 
         order = range(num_micro_batches * num_strips) if by_rows else ()
         loading = self._steps(requests, order, (0, num_rounds), self._validation_reader)

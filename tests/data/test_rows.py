@@ -73,6 +73,9 @@ def check_rows(dataset: Dataset, strips: int = 6) -> None:
             ]
             assert all(part.flags.c_contiguous and part.dtype == np.float32 for part in parts)
             np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)
+            rows, columns = (ends[1], ends[3]), (3, dataset.shape[2] - 5)
+            block = dataset.rows(split, 0, draw, *rows, columns)
+            np.testing.assert_array_equal(block, whole[:, slice(*rows), slice(*columns)])
             seen.add(whole.tobytes())
     assert len(seen) >= (8 if dataset.shape[1] == dataset.shape[2] else 4)
 

@@ -19,6 +19,7 @@ from gems.engine.rank import Rank
 from gems.engine.stages.streamed import EvaluationInStrips
 from gems.engine.transport.mpi import world
 from gems.streaming.axis_rules import even_ends
+from gems.streaming.strip_stage import Boundary
 from tests.helpers.toys import make_spec, plan_of
 
 CPU = torch.device("cpu")
@@ -28,7 +29,7 @@ MICRO_BATCHES = 2
 ORDER = (0, 3, 1, 4, 2, 5)
 
 
-def strip_spec(height: int = 20, strips: int = STRIPS, **changes: Any) -> RunSpec:
+def strip_spec(height: int = 20, strips: int | list[int] = STRIPS, **changes: Any) -> RunSpec:
     data = DataConfig(
         name="synthetic",
         num_classes=3,
@@ -90,6 +91,19 @@ def test_the_loader_gives_the_rows_of_the_images(changes: dict[str, Any]) -> Non
             assert torch.equal(one.labels[m], other.labels[m])
     for each in (whole, found, resumed):
         each.close()
+
+
+def test_the_loader_gives_the_blocks_of_the_images() -> None:
+    common = {"parallel__micro_batches": MICRO_BATCHES, "train__steps": 1}
+    expected = loader(strip_spec(**common), ()).batch(0)
+    order = (1, 0, 7, *range(2, 7), *range(8, 12))
+    blocks = loader(strip_spec(strips=[3, 2], **common), order)
+    found = rows_of(blocks.batch(0), order)
+    for m, images in expected.images.items():
+        boundary = Boundary.even(tuple(images.shape), images.dtype, (3, 2))
+        for block in range(6):
+            assert torch.equal(found[6 * m + block], boundary.cut(images, block))
+    blocks.close()
 
 
 def built(**changes: Any) -> tuple[Rank, BatchLoader]:

@@ -61,9 +61,17 @@ class Numbered(Dataset):
         """Return whether the dataset does."""
         return self.samples.reads_rows(split)
 
-    def rows(self, split: Split, index: int, draw: int, first: int, end: int) -> Image:
+    def rows(
+        self,
+        split: Split,
+        index: int,
+        draw: int,
+        first: int,
+        end: int,
+        columns: tuple[int, int] | None = None,
+    ) -> Image:
         """Return rows of a sample as the dataset gives them, upright."""
-        return self.samples.rows(split, index, 0, first, end)
+        return self.samples.rows(split, index, 0, first, end, columns)
 
     def _pixels(self, split: Split, index: int) -> Image | Tokens:
         return self.samples.image(split, index)
