@@ -129,11 +129,7 @@ class BlockPlan:
 
     def index(self, block: int) -> Index:
         """Return the part of each axis in a block."""
-        found = []
-        for parts in reversed(self.grid):
-            block, part = divmod(block, parts)
-            found.append(part)
-        return tuple(reversed(found))
+        return index_of(block, self.grid)
 
     def step(self, axis: int) -> int:
         """Return how many blocks later the next part of an axis comes."""
@@ -241,6 +237,15 @@ class BlockPlan:
                 )
             )
         return self._readers[key]
+
+
+def index_of(block: int, grid: Sequence[int]) -> Index:
+    """Return the part of each axis in a block of a grid."""
+    found = []
+    for parts in reversed(grid):
+        block, part = divmod(block, parts)
+        found.append(part)
+    return tuple(reversed(found))
 
 
 def is_empty(box: Box) -> bool:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from gems.streaming.block_plan import Box
+
 # Of activations that save what they give: what computes them into a tensor, and the input gradient
 # of a given gradient.
 _FROM_OUTPUT: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
@@ -34,6 +36,7 @@ _FROM_OUTPUT: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], 
 }
 
 
+Dims = tuple[int | None, ...]  # the dimension of each axis, or None
 Sizes = tuple[int, ...]  # along each streamed axis, like the offsets below
 
 
@@ -141,6 +144,20 @@ _apply: Callable[..., tuple[Tensor, ...]] = _Blocks.apply
 def write_blocks(layout: Layout, sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the aliases of a tensor that is written as `layout` says."""
     return _apply(layout, *sources)
+
+
+def join(parts: Sequence[tuple[Box, Tensor]], dims: Dims) -> Tensor:
+    """Return tensors of neighbouring boxes in one, along the dimension of each axis."""
+    for axis, dim in reversed(list(enumerate(dims))):
+        rows: dict[Box, list[Tensor]] = {}
+        for box, part in parts:
+            rows.setdefault(box[:axis], []).append(part)
+        if dim is not None:
+            parts = [
+                (box, each[0] if len(each) == 1 else torch.cat(each, dim))
+                for box, each in rows.items()
+            ]
+    return parts[0][1]
 
 
 def _as_it_is(layout: Layout, sources: Sequence[Tensor]) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from gems.autograd.random_draws import generators_of
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.streaming.block_plan import BlockValue, Box, Path, Place, is_empty
-from gems.streaming.buffers import Layout, Patch, Write, write_blocks
+from gems.streaming.buffers import Layout, Patch, Write, join, write_blocks
 from gems.streaming.operations.kernels import Call
 from gems.streaming.operations.operation import MAP, PARTS, STATIC, WHOLE, Operation, changed_buffer
 from gems.streaming.strip_network import Parts, PatchOf, Stored, StripNetwork
@@ -247,16 +247,7 @@ class StripRun:
         if len(places) == 1:
             return self._piece(number, places[0])
         parts = [(place.box, self._piece(number, place)) for place in places]
-        for axis, dim in reversed(list(enumerate(self._network.infos[number].dims))):
-            rows: dict[Box, list[Tensor]] = {}
-            for box, part in parts:
-                rows.setdefault(box[:axis], []).append(part)
-            if dim is not None:
-                parts = [
-                    (box, each[0] if len(each) == 1 else torch.cat(each, dim))
-                    for box, each in rows.items()
-                ]
-        return parts[0][1]
+        return join(parts, self._network.infos[number].dims)
 
     def _settle(
         self, value: Any, operation: Operation, at: BlockValue | None, tensor: Callable[[Ref], Any]

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from gems.autograd.outputs import map_tensors
 from gems.streaming.axis_plan import AxisValue
 from gems.streaming.axis_rules import even_ends
-from gems.streaming.block_plan import BlockPlan, Box, is_empty, sizes
+from gems.streaming.block_plan import BlockPlan, Box, index_of, is_empty, sizes
+from gems.streaming.buffers import Dims, join
 from gems.streaming.operations.kernels import drop_rows
 from gems.streaming.operations.lower import draws_numbers, lower
 from gems.streaming.operations.operation import (
     MAP,
     STATIC,
     WHOLE,
-    Dims,
     Info,
     Known,
     Operation,
@@ -84,11 +84,11 @@ class Boundary:
     def box(self, strip: int) -> Box:
         """Return the span of a strip along each axis."""
         assert self.ends is not None
-        found = []
-        for ends in reversed(self.ends):
-            strip, part = divmod(strip, len(ends))
-            found.append((ends[part - 1] if part else 0, ends[part]))
-        return tuple(reversed(found))
+        index = index_of(strip, [len(ends) for ends in self.ends])
+        return tuple(
+            (ends[part - 1] if part else 0, ends[part])
+            for ends, part in zip(self.ends, index, strict=True)
+        )
 
     def is_there(self, strip: int) -> bool:
         """Return whether there is anything of the tensor in a strip, given that it has axes."""
@@ -126,13 +126,8 @@ class Boundary:
             for strip, tensor in enumerate(strips)
             if tensor is not None and self.is_there(strip)
         ]
-        for axis, dim in reversed(list(enumerate(self.dims))):
-            rows: dict[Box, list[Tensor]] = {}
-            for box, tensor in parts:
-                rows.setdefault(box[:axis], []).append(tensor)
-            if dim is not None:
-                parts = [(box, torch.cat(tensors, dim)) for box, tensors in rows.items()]
-        return parts[0][1]
+        # in memory of its own, also if one strip has it all
+        return parts[0][1].clone() if len(parts) == 1 else join(parts, self.dims)
 
 
 def trace_stage(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Boundary]) -> LayerTrace:

@@ -28,10 +28,10 @@ from gems.models.streaming_errors import KEY
 from gems.profile.exactness import Exactness
 from gems.profile.profilers.layers import answer
 from gems.profile.subject import Subject
+from gems.streaming.buffers import Dims
 from gems.streaming.compare import TOLERANCES, ConstantDraws, largest_difference, play
 from gems.streaming.errors import StreamingError
 from gems.streaming.ghost_norm import set_row_ends
-from gems.streaming.operations.operation import Dims
 from gems.streaming.streamed import infer_streamed, run_streamed
 from gems.streaming.strip_stage import Boundary, StripStage
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from gems.streaming.axis_plan import AxisValue
 from gems.streaming.axis_rules import Rule
+from gems.streaming.buffers import Dims
 from gems.streaming.errors import StreamingError
 from gems.streaming.ghost_norm import GhostBatchNorm2d
 from gems.streaming.operations.kernels import Run
@@ -18,7 +19,6 @@ MAP = "map"
 WHOLE = "whole"
 STATIC = "static"
 PARTS = "parts"
-Dims = tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)

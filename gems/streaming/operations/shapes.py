@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from gems.streaming.axis_rules import Lookup, Rule
+from gems.streaming.buffers import Dims
 from gems.streaming.operations.kernels import plain, reshape
-from gems.streaming.operations.operation import Dims, Info, Known, Operation, arguments
+from gems.streaming.operations.operation import Info, Known, Operation, arguments
 from gems.streaming.trace import Step
 
 
