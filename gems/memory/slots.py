@@ -71,29 +71,32 @@ def assign_slots(schedule: Schedule, rank: int) -> Slots:
 
 
 def grown_slots(
-    changes: Iterable[tuple[Action, int]], slot_bytes: Mapping[StageKey, int]
+    changes: Iterable[tuple[Action, int]], slot_bytes: Mapping[StageKey, int], num_strips: int = 1
 ) -> tuple[int, int]:
     """Return the bytes of a rank's slots, and the most that it holds until all of them are made.
 
     A stage runs eagerly until a first backward has ended; `changes` are the compute actions of a
     step with the bytes that each then allocates or frees. From then on, a micro-batch takes a free
-    slot, or makes one.
+    slot, or makes one; its first strip does so for all.
     """
     held = most = 0
     free: dict[StageKey, int] = {}
-    eager: set[tuple[object, ...]] = set()
+    eager: set[tuple[int, ...]] = set()
     for action, change in list(changes) * 2:  # in the second step, all have slots
-        place = action[1:]
+        assert action.micro_batch is not None
+        number, strip = divmod(action.micro_batch, num_strips)
         key = (action.direction, action.stage)
-        if action.kind is Kind.F and key not in free:
+        place = (*key, number)
+        is_begun = action.kind is Kind.F and not strip
+        if is_begun and key not in free:
             eager.add(place)
-        elif action.kind is Kind.F and free[key]:
+        elif is_begun and free[key]:
             free[key] -= 1
-        elif action.kind is Kind.F:
+        elif is_begun:
             held += slot_bytes[key]
         held += change if place in eager else 0
         most = max(most, held)
-        if action.kind in (Kind.B, Kind.W):
+        if action.kind in (Kind.B, Kind.W) and not strip:
             free[key] = free.get(key, 0) + (place not in eager)
             eager.discard(place)
     return held, most

@@ -139,6 +139,16 @@ class BetweenStrips:
         return Change(after[0] - before[0], sum(after) - sum(before), counted)
 
 
+def slot_pool(strips: StripProfile, stage: int) -> int:
+    """Return the bytes of an image's slot with the temporary tensors of its graphs."""
+    of_stage = strips.stages[stage]
+    in_passing = max(
+        max(each.forward_peak - each.kept + each.left, each.backward_peak + each.carried_back)
+        for each in of_stage
+    )
+    return sum(each.slot + each.waiting for each in of_stage) + in_passing
+
+
 def boundary_sizes(strips: StripProfile, held: Counts) -> Iterator[tuple[dict[str, int], str, int]]:
     """Yield counts, their field and the largest size, for boundary tensors and for the images."""
     image_bytes = sum(strip.given for strip in strips.stages[0])

@@ -20,7 +20,14 @@ from gems.memory.storages import (
     profile_storages,
     stage_storages,
 )
-from gems.memory.strips import BetweenStrips, Change, boundary_sizes, strip_shares, strip_states
+from gems.memory.strips import (
+    BetweenStrips,
+    Change,
+    boundary_sizes,
+    slot_pool,
+    strip_shares,
+    strip_states,
+)
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.spans import Spans
 from gems.profile.strip_profile import StripProfile
@@ -103,23 +110,25 @@ def rank_timeline(
     largest strip. Of a captured profile, all activations are in slots (`grown_slots`), which never
     go back; under a memory policy one slot comes on top, which all segments of the rank share.
     """
-    is_captured = profile.is_captured and strips is None and plan.can_be_captured
-    has_slots = is_captured and plan.policy == KEEP and not schedule.has_memory_actions
+    is_captured, has_slots = _captures(profile, plan, schedule)
     held, actions = boundary_tensors(schedule, rank, has_slots)
     outside = _outside(profile, plan, held, optimizer, strips)
     states = _states(profile, plan, schedule, rank, strips)
-    activations = first = 0
-    if is_captured:
-        slots = _slot_bytes(profile, plan, schedule, rank)
-        activations = max(map(max, slots.values()))
-    if has_slots:
-        changes = _changes(schedule.rank_schedules[rank], states)
-        activations, first = grown_slots(changes, {key: slots[key][0] for key in slots})
-        states = dict.fromkeys(states, repeat(State()))  # all that they hold is in slots
     between = None if strips is None else BetweenStrips(strips)
+    device = activations = first = host = 0
+    if is_captured:
+        slots = _slot_bytes(profile, plan, schedule, rank, strips)
+        device = activations = max(map(max, slots.values()))
+    if has_slots:
+        changes = list(_changes(schedule.rank_schedules[rank], states, between))
+        sizes = {key: slots[key][0] for key in slots}
+        activations, first = grown_slots(changes, sizes, schedule.num_strips)
+        # slots of whole micro-batches are outside, with their temporary tensors
+        pools = {} if strips is None else {key: slot_pool(strips, key[1]) for key in slots}
+        device = grown_slots(changes, pools, schedule.num_strips)[0] if pools else 0
+        states = dict.fromkeys(states, repeat(State()))  # all that they hold is in slots
+        between = None
     last: dict[MicroBatchKey, State] = {}
-    device = 0 if has_slots else activations  # slots are outside, with their temporary tensors
-    host = 0
     outside_bytes = outside()
     points = []
     for action, has_run in actions:
@@ -145,8 +154,19 @@ def rank_timeline(
     return RankTimeline(tuple(points), first)
 
 
+def _captures(profile: ModelProfile, plan: MemoryPlan, schedule: Schedule) -> tuple[bool, bool]:
+    """Return whether actions are CUDA graphs, and whether their slots hold all activations."""
+    is_kept = plan.policy == KEEP and not schedule.has_memory_actions
+    is_captured = profile.is_captured and plan.can_be_captured
+    if schedule.num_strips > 1:  # which run eagerly otherwise
+        is_captured = is_captured and is_kept and not schedule.has_split_backward
+    return is_captured, is_captured and is_kept
+
+
 def _changes(
-    actions: Iterable[Action], states: Mapping[MicroBatchKey, Iterator[State]]
+    actions: Iterable[Action],
+    states: Mapping[MicroBatchKey, Iterator[State]],
+    between: BetweenStrips | None,
 ) -> Iterator[tuple[Action, int]]:
     """Yield the compute actions of a rank with the activations that each allocates or frees."""
     last: dict[MicroBatchKey, int] = {}
@@ -154,14 +174,25 @@ def _changes(
         if action.kind in COMPUTE_KINDS:
             key = (action.direction, action.stage, action.micro_batch)
             after = next(states[key]).activation_bytes
-            yield action, after - last.get(key, 0)
+            change = _UNCHANGED if between is None else between.act(action)
+            yield action, after - last.get(key, 0) + change.activation_bytes
             last[key] = after
 
 
 def _slot_bytes(
-    profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, rank: int
+    profile: ModelProfile,
+    plan: MemoryPlan,
+    schedule: Schedule,
+    rank: int,
+    strips: StripProfile | None,
 ) -> dict[StageKey, list[int]]:
-    """Return the activation bytes of a slot of each segment of a rank, by direction and stage."""
+    """Return the activation bytes of a slot of each segment of a rank, by direction and stage.
+
+    In strips, a slot has all strips of an image.
+    """
+    keys = schedule.placement.stages_on(rank)
+    if strips is not None:
+        return {key: [sum(each.slot for each in strips.stages[key[1]])] for key in keys}
     spans = profile_storages(profile).spans
     split = split_stages(schedule, rank)
 
@@ -174,7 +205,7 @@ def _slot_bytes(
             one(key, number, span)
             for number, span in enumerate(stage_storages(profile, plan, schedule, key[1]).spans_of)
         ]
-        for key in schedule.placement.stages_on(rank)
+        for key in keys
     }
 
 

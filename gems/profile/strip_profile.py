@@ -32,6 +32,7 @@ class StripBytes:
             first has run; of the last strip.
         carried_back: the gradients of what was left to it and later strips, until the backward of
             the strips that left it has read them.
+        slot: what it has in a slot of CUDA graphs.
         held_for_weights: what its input gradient leaves for its weight gradient.
         forward_peak: the most that its forward makes at once; the three below likewise, beyond what
             is saved.
@@ -50,6 +51,7 @@ class StripBytes:
     waiting: int
     loss_gradient: int
     carried_back: int
+    slot: int
     held_for_weights: int
     forward_peak: int
     backward_peak: int

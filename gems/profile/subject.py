@@ -51,7 +51,7 @@ class Subject:
 
     @property
     def is_captured(self) -> bool:
-        """Whether whole micro-batches run as CUDA graphs; strips are counted as without."""
+        """Whether layers run as CUDA graphs on whole micro-batches."""
         return self.replays_graphs and self.parallel.num_strips <= 1
 
     @property

@@ -50,7 +50,7 @@ class Policy:
         strips = None
         if schedule.num_strips > 1:
             strips = strips_of(self.subject, boundaries)
-            profile = stages_as_layers(strips, profile)
+            profile = stages_as_layers(strips, profile).captured(self.subject.replays_graphs)
             boundaries = tuple(range(len(boundaries)))
         return MemoryCase(
             profile,

@@ -38,9 +38,9 @@ def nothing_kept() -> Iterator[None]:
 
 
 NETWORKS = {
-    "resnet": {"depth": 20, "version": 2, "width": 4},
-    "googlenet": {"width": 8, "norm": "none"},
-    "unet": {"depth": 3, "width": 4},
+    "resnet": ModelConfig("resnet", depth=20, version=2, width=4),
+    "googlenet": ModelConfig("googlenet", width=8, norm="none"),
+    "unet": ModelConfig("unet", depth=3, width=4),
 }
 POLICIES = {
     "keep": MemoryConfig(),
@@ -52,16 +52,9 @@ POLICIES = {
 }
 
 
-def spec_of(network: str, schedule: str, **more: object) -> RunSpec:
+def spec_of(model: ModelConfig, schedule: str, **more: object) -> RunSpec:
     data = DataConfig(name="synthetic", num_classes=3, train_samples=64, height_px=32, width_px=32)
-    return make_spec(
-        schedule,
-        1,
-        model=ModelConfig(name=network, **NETWORKS[network]),
-        data=data,
-        train__cuda_graphs=True,
-        **more,
-    )
+    return make_spec(schedule, 1, model=model, data=data, train__cuda_graphs=True, **more)
 
 
 def counted_and_predicted(spec: RunSpec) -> tuple[int, list[int]]:
@@ -87,5 +80,23 @@ def counted_and_predicted(spec: RunSpec) -> tuple[int, list[int]]:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_bytes_of_graphs(network: str, policy: str, schedule: str) -> None:
-    counted, predicted = counted_and_predicted(spec_of(network, schedule, memory=POLICIES[policy]))
+    counted, predicted = counted_and_predicted(
+        spec_of(NETWORKS[network], schedule, memory=POLICIES[policy])
+    )
+    assert set(predicted) == {counted}
+
+
+STRIPS = {
+    "ghost": (ModelConfig("resnet", depth=8, width=4, norm="ghost_batch"), 4),
+    "frozen": (ModelConfig("resnet", depth=8, width=4, norm="frozen_batch"), [2, 2]),
+    "unet": (ModelConfig("unet", depth=3, width=4, norm="none"), 4),
+    "unet in blocks": (ModelConfig("unet", depth=3, width=4, norm="none"), [2, 2]),
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "gems_master"])
+@pytest.mark.parametrize("case", STRIPS)
+def test_bytes_of_graphs_of_strips(case: str, schedule: str) -> None:
+    model, strips = STRIPS[case]
+    counted, predicted = counted_and_predicted(spec_of(model, schedule, parallel__strips=strips))
     assert set(predicted) == {counted}

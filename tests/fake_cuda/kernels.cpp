@@ -294,12 +294,14 @@ class Call {
     return true;
   }
 
-  // The processor keeps mean and deviation in the type of the weights, where CUDA and torch's derivation use 32 bits.
+  // The processor keeps mean and deviation in the type of the weights, where CUDA and torch's derivation use 32 bits,
+  // and keeps none if it uses running statistics.
   void give_own_statistics(Stack& results) const {
     const auto& weight = given_[1].isTensor() && given_[1].toTensor().defined() ? given_[1].toTensor() : given_[0].toTensor();
+    const bool is_training = given_[5].toBool();
     for (size_t place : {1, 2})
       if (results[place].isTensor() && results[place].toTensor().defined())
-        results[place] = at::empty_like(results[place].toTensor(), weight.scalar_type());
+        results[place] = at::empty({is_training ? given_[0].toTensor().size(1) : 0}, weight.options().device(at::kMeta));
   }
 
   void post(Stack host, std::vector<Tensor> targets) {

@@ -40,7 +40,11 @@ QUICK = {
     ],
 }
 
-SLOTS = ("unet-keep-zb_h1", "unet-recompute-1f1b")
+SLOTS = (
+    "graphs[unet-keep-zb_h1]",
+    "graphs[unet-recompute-1f1b]",
+    "graphs_of_strips[unet in blocks-gems_master]",
+)
 
 pytestmark = [
     pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
@@ -85,7 +89,7 @@ def test_the_device_and_the_engine_on_it() -> None:
     paths = [
         here / "fake_device.py",
         here / "fake_graphs.py",
-        *(f"{here / 'fake_slots.py'}::test_bytes_of_graphs[{name}]" for name in SLOTS),
+        *(f"{here / 'fake_slots.py'}::test_bytes_of_{name}" for name in SLOTS),
         here / "fake_mutants.py",
         *(engine / f"test_{name}.py" for name in ENGINE),
     ]

@@ -129,3 +129,9 @@ def test_first_micro_batches_run_eagerly() -> None:
     changes = [(each, 10 if each.kind is Kind.F else -10) for each in actions]
     # two eager ones hold 20, the second with the first slot 10 + 8; in the next step there are two
     assert grown_slots(changes, {(0, 0): 8}) == (16, 20)
+
+
+def test_the_first_strip_of_an_image_takes_the_slot_and_its_backward_gives_it_back() -> None:
+    actions = [*map(Action.parse, ("0F0", "0F1", "0B1", "0B0", "0F2", "0F3", "0B3", "0B2"))]
+    changes = [(each, 5 if each.kind is Kind.F else -5) for each in actions]
+    assert grown_slots(changes, {(0, 0): 8}, num_strips=2) == (8, 10)

@@ -24,6 +24,7 @@ STRIP = StripBytes(
     waiting=0,
     loss_gradient=0,
     carried_back=23,
+    slot=150,
     held_for_weights=60,
     forward_peak=150,
     backward_peak=40,

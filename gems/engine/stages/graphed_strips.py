@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gems.autograd.mixed import Mixed
 from gems.autograd.outputs import map_tensors, tensors_in
+from gems.autograd.storages import StashMeter, storage_addresses, storage_sizes, tensor_bytes
 from gems.engine.stage import Loss, Tensors
 from gems.engine.stages.graphed import Captures
 from gems.engine.stages.layer_graphs import (
@@ -19,35 +22,31 @@ from gems.engine.stages.layer_graphs import (
     capturing,
     compare,
     copies,
+    floating,
     floating_flags,
     mixed_layers,
+    ramp,
     restore,
 )
 from gems.engine.stages.streamed import StreamedStage
 from gems.engine.stages.wrappers import WrappedStage
 from gems.schedule.action import Kind
 
-
-class _Ends(torch.autograd.Function):
-    """Stands for a loss: its backward passes on the gradients of the outputs from elsewhere."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, gradients: Callable[..., Any], *outputs: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradient: Tensor) -> Any:
-        return None, None, *ctx.gradients(gradient)
+_SAMPLE = -1  # stands for a micro-batch in a capture
 
 
 @dataclass(slots=True)
 class _Strip:
-    """The graphs of a strip, and the tensors that they read and write."""
+    """The graphs of a strip, and the tensors that they read and write.
+
+    On the last stage, the last strip has the outputs of the image, and the others have none.
+    `flags` say which of them have a gradient.
+    """
 
     inputs: Tensors
-    outputs: Tensors = ()
-    output_gradients: Tensors = ()
+    outputs: Any = ()
+    flags: Sequence[bool] = ()
+    output_gradients: Gradients = ()
     input_gradients: Tensors = ()
     graphs: dict[Kind, torch.cuda.CUDAGraph] = field(default_factory=dict)
 
@@ -57,64 +56,136 @@ class _Slot:
     """The memory of an image in flight; its graphs are always replayed in the order of capture.
 
     Attributes:
-        number: Stands for a micro-batch in the stage that is captured; negative, unlike others.
-        outputs: On the last stage, the outputs of the image.
-        flags: Whether each of these has a gradient.
-        output_gradients: The gradients of those that have.
-        is_known: Whether all strips are captured and compared.
+        is_last: Whether the stage is the last one.
+        loss: On the last stage, the loss of the image.
+        num_bytes: The bytes of all that is at fixed addresses between actions.
     """
 
-    number: int
+    stage: StreamedStage
+    is_last: bool
     pool: Any
-    strips: dict[int, _Strip] = field(default_factory=dict)
-    outputs: Any = None
-    flags: tuple[bool, ...] = ()
-    output_gradients: list[Tensor] = field(default_factory=list)
+    strips: list[_Strip]
+    mixed: list[Mixed]
     loss: LossPass | None = None
-    is_known: bool = False
+    num_bytes: int = 0
 
-    def end(self, outputs: Any) -> Tensor:
-        """Stand for the loss in a capture: keep outputs, and take gradients from here."""
-        tensors = list(tensors_in(outputs))
-        self.flags = tuple(tensor.requires_grad for tensor in tensors)
-        wanted = [tensor for tensor in tensors if tensor.requires_grad]
-        self.outputs = map_tensors(Tensor.detach, outputs)
-        self.output_gradients = [torch.empty_like(tensor) for tensor in wanted]
-        return _end(tensors[0].new_zeros(()), lambda _: self.output_gradients, wanted)
+    def capture(self) -> _Slot:
+        """Capture the strips of an image, compare replays with eager runs, and return the slot.
 
-    def watch(self, loss: Loss, outputs: Any) -> Tensor:
-        """Run the loss of an eager run, and keep the gradients that it gives."""
-        tensors = list(tensors_in(outputs))
-        self.loss = LossPass.forward(loss, map_tensors(Tensor.detach, outputs), self.flags)
-        wanted = [tensor for tensor in tensors if tensor.requires_grad]
-        return _end(self.loss.value, self.receive, wanted)
+        Buffers and gradients are what they were before.
 
-    def receive(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Run the backward of the loss, and return the gradients of the outputs that want one."""
-        assert self.loss is not None
-        floating = floating_flags(self.flags, self.outputs)
-        found = zip(self.loss.backward(gradients), floating, strict=True)
-        wanted = [gradient for gradient, flag in found if flag]
-        _put(self.output_gradients, wanted)
-        return self.output_gradients
+        Raises:
+            NotCapturedError: An action cannot be captured, or its replay differs.
+        """
+        eager = self._play(self._run, self._run_backward)
+        torch.cuda.empty_cache()  # no capture can, and the pool needs what eager runs have freed
+        for strip, own in enumerate(self.strips):
+            with self._capturing(strip, Kind.F), self._meter(strip) as meter:
+                own.outputs = self._run(strip, own.inputs)
+            around = storage_sizes([*own.inputs, *tensors_in(own.outputs)])
+            self.num_bytes += sum((meter.saved | around).values())
+        for strip, own in reversed(list(enumerate(self.strips))):
+            with self._capturing(strip, Kind.B):
+                flags = floating_flags(own.flags, own.outputs)
+                own.output_gradients = [
+                    torch.empty_like(output) if flag else None
+                    for flag, output in zip(flags, floating(own.outputs), strict=True)
+                ]
+                made = self._run_backward(strip, own.output_gradients)
+                received = [each for each in own.output_gradients if each is not None]
+                own.input_gradients = _apart(made, storage_addresses(received))
+            self.num_bytes += tensor_bytes([*received, *own.input_gradients])
+        replayed = self._play(self.forward, self.backward)
+        for name, mine, wanted in zip("FB", replayed, eager, strict=True):
+            compare(name, mine, wanted)
+        return self
+
+    def forward(self, strip: int, rows: Sequence[Tensor]) -> Any:
+        """Replay the forward of a strip, and return copies of its outputs."""
+        own = self.strips[strip]
+        _put(own.inputs, rows)
+        for mixed in self.mixed:
+            mixed.refresh()
+        own.graphs[Kind.F].replay()
+        return map_tensors(torch.clone, own.outputs)
+
+    def backward(self, strip: int, gradients: Gradients) -> Tensors:
+        """Replay the backward of a strip, and return copies of the gradients of its inputs."""
+        own = self.strips[strip]
+        _put(own.output_gradients, gradients)
+        own.graphs[Kind.B].replay()
+        return tuple(tensor.clone() for tensor in own.input_gradients)
+
+    def _play(
+        self, forward: Callable[[int, Tensors], Any], backward: Callable[[int, Gradients], Tensors]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return what forward and backward of an image compute, for made-up gradients."""
+        modules = self.stage.modules
+        buffers = list(modules.buffers())
+        gradients = [each.grad for each in modules.parameters() if each.grad is not None]
+        before = copies([*buffers, *gradients])
+        for gradient in gradients:
+            gradient.data.zero_()
+        outputs = [forward(strip, own.inputs) for strip, own in enumerate(self.strips)]
+        given = [list(map(ramp, floating(each))) for each in outputs]
+        made = copies([*tensors_in(outputs), *buffers])
+        del outputs
+        found = [backward(strip, given[strip]) for strip in reversed(range(len(given)))]
+        made_back = copies([*tensors_in(found), *gradients])
+        restore([*buffers, *gradients], before)
+        return made, made_back
+
+    def _index(self, strip: int) -> int:
+        return _SAMPLE * len(self.strips) + strip
+
+    def _meter(self, strip: int) -> StashMeter:
+        return self.stage.meter(self._index(strip), self.strips[strip].inputs)
+
+    @contextmanager
+    def _capturing(self, strip: int, kind: Kind) -> Iterator[None]:
+        with capturing(self.stage, self.pool, kind) as self.strips[strip].graphs[kind]:
+            yield
+
+    def _run(self, strip: int, rows: Tensors) -> Any:
+        """Run a strip; on the last stage, return the outputs of the image at its end."""
+        own = self.strips[strip]
+        found: Any = None
+
+        def end(outputs: Any) -> Tensors:
+            """Stand for the loss: backward begins at the outputs."""
+            nonlocal found
+            tensors = tuple(tensors_in(outputs))
+            own.flags = [each.requires_grad for each in tensors]
+            found = map_tensors(Tensor.detach, outputs)
+            return tensors
+
+        loss: Any = end if self.is_last else None
+        passed = self.stage.forward(self._index(strip), rows, loss)
+        if found is None:
+            own.flags = [True] * len(passed)
+            return passed
+        return found
+
+    def _run_backward(self, strip: int, gradients: Gradients) -> Tensors:
+        given: Any = gradients
+        return self.stage.backward(self._index(strip), given)[0]
 
 
 class GraphedStrips(WrappedStage):
     """A stage in strips that replays CUDA graphs of its actions; see `GraphedStage`.
 
-    The first image of a slot runs both ways, strip by strip, and its eager results are used, which
-    takes the memory of one more image for that time.
+    A slot is captured with made-up rows, since the image has come no further than its first strip.
     """
 
     def __init__(self, stage: StreamedStage, captures: Captures) -> None:
         super().__init__(stage)
         self._streamed = stage
         self._captures = captures
-        self._num_slots = 0
+        self._samples: dict[int, list[Tensor]] = {}  # rows like those of a strip, without memory
         self._free: list[_Slot] | None = None  # None until the first image has ended
         self._slots: dict[int, _Slot | None] = {}  # by micro-batch
+        self._new_bytes: dict[int, int | None] = {}  # likewise; None: the image runs eagerly
         self._rows: dict[int, Tensors] = {}  # by strip
-        self._mixed = mixed_layers(stage)
 
     def forward(
         self,
@@ -126,21 +197,19 @@ class GraphedStrips(WrappedStage):
     ) -> Tensors:
         """Run a strip by a replay; see `Stage.forward`."""
         number, strip = divmod(index, self._streamed.form.strips)
+        rows = self._streamed.rows_of(strip, inputs)
         if strip == 0:
-            self._slots[number] = self._take(is_split)
+            self._slots[number] = self._take(number, loss is not None, is_split)
         slot = self._slots[number]
         if slot is None:
-            return self.stage.forward(index, inputs, loss, is_split)
-        rows = self._streamed.rows_of(strip, inputs)
-        if not slot.is_known:
-            return self._first_forward(slot, index, rows, loss)
+            self._samples[strip] = [torch.empty_like(each, device="meta") for each in rows]
+            return self.stage.forward(index, rows, loss, is_split)
         self._rows[index] = rows
-        outputs = self._replay_forward(slot, strip, rows)
+        outputs = slot.forward(strip, rows)
         if loss is None:
-            return tuple(tensor.clone() for tensor in outputs)
-        if self._is_last(strip):
-            whole = map_tensors(torch.clone, slot.outputs)
-            slot.loss = LossPass.forward(loss, whole, slot.flags)
+            return tuple(outputs)
+        if strip == self._streamed.form.strips - 1:
+            slot.loss = LossPass.forward(loss, outputs, slot.strips[strip].flags)
         return ()
 
     def recompute(self, index: int, loss: Loss | None = None) -> None:
@@ -152,18 +221,30 @@ class GraphedStrips(WrappedStage):
         slot = self._slots[number]
         if slot is None:
             results = self.stage.backward(index, gradients)
-        elif not slot.is_known:
-            results = self._first_backward(slot, index, gradients)
         else:
-            if slot.loss is None:
-                _put(slot.strips[strip].output_gradients, gradients)
-            elif self._is_last(strip):
-                slot.receive(gradients)
-            replayed = self._replay_backward(slot, strip)
-            results = tuple(tensor.clone() for tensor in replayed), self._rows.pop(index)
+            given: Gradients = gradients
+            if slot.is_last:
+                given = () if slot.loss is None else slot.loss.backward(gradients)
+                slot.loss = None
+            results = slot.backward(strip, given), self._rows.pop(index)
         if strip == 0:
-            self._end(number)
+            self._free = self._free or []
+            self._free += [] if slot is None else [slot]
+            del self._slots[number]
         return results
+
+    def brought_bytes(self, index: int) -> int:
+        """Return the bytes of the slot that an image has made, or what an eager strip brings."""
+        number, strip = divmod(index, self._streamed.form.strips)
+        new_bytes = self._new_bytes[number]
+        if new_bytes is None:
+            return self.stage.brought_bytes(index)
+        return 0 if strip else new_bytes
+
+    def kept_bytes(self, index: int) -> int:
+        """Return what a backward frees: nothing, unless it is eager."""
+        is_eager = self._new_bytes[index // self._streamed.form.strips] is None
+        return self.stage.kept_bytes(index) if is_eager else 0
 
     def reset(self) -> None:
         """Drop all images in flight after a failed step, and the slots that they were in."""
@@ -176,106 +257,48 @@ class GraphedStrips(WrappedStage):
         """Return the number of strips whose backward is not complete."""
         return int(self.stage.num_in_flight) + len(self._rows)
 
-    def _is_last(self, strip: int) -> bool:
-        return strip == self._streamed.form.strips - 1
-
-    def _take(self, is_split: bool) -> _Slot | None:
+    def _take(self, number: int, is_last: bool, is_split: bool) -> _Slot | None:
+        """Return a free slot, or a new one; None if the image must run eagerly."""
+        self._new_bytes[number] = None
         if is_split:
             self._captures.refuse("weight gradients of strips are computed apart")
         if self._free is None or self._captures.is_refused or self._streamed.is_watched:
             return None
         if self._free:
+            self._new_bytes[number] = 0
             return self._free.pop()
         if not self._captures.may_capture(self._streamed.modules):
             return None
-        self._num_slots += 1
-        return _Slot(-self._num_slots, torch.cuda.graph_pool_handle())
-
-    def _end(self, number: int) -> None:
-        slot = self._slots.pop(number)
-        self._free = self._free or []
-        if slot is None:
-            return
-        if self._captures.is_refused:
-            self._streamed.forget_image(slot.number)
-        else:
-            slot.is_known = True
-            self._free.append(slot)
-
-    def _index_in(self, slot: _Slot, strip: int) -> int:
-        return slot.number * self._streamed.form.strips + strip
-
-    def _replay_forward(self, slot: _Slot, strip: int, rows: Sequence[Tensor]) -> Tensors:
-        own = slot.strips[strip]
-        _put(own.inputs, rows)
-        for mixed in self._mixed:
-            mixed.refresh()
-        own.graphs[Kind.F].replay()
-        return own.outputs
-
-    def _replay_backward(self, slot: _Slot, strip: int) -> Tensors:
-        own = slot.strips[strip]
-        own.graphs[Kind.B].replay()
-        return own.input_gradients
-
-    def _first_forward(self, slot: _Slot, index: int, rows: Tensors, loss: Loss | None) -> Tensors:
-        """Capture and replay the forward of a strip, and run it eagerly too."""
-        strip = index % self._streamed.form.strips
-        buffers = list(self._streamed.modules.buffers())
-        before = copies(buffers)
-        end = None if loss is None else slot.end
-        replayed: list[Tensor] = []
-
-        def capture() -> None:
-            own = slot.strips[strip] = _Strip(tuple(torch.empty_like(each) for each in rows))
-            place = self._index_in(slot, strip)
-            with capturing(self._streamed, slot.pool, Kind.F) as own.graphs[Kind.F]:
-                own.outputs = self.stage.forward(place, own.inputs, end)
-            replayed.extend(copies([*self._replay_forward(slot, strip, rows), *buffers]))
-
-        self._captures.attempt(capture)
-        restore(buffers, before)
-        watch = loss if loss is None or self._captures.is_refused else partial(slot.watch, loss)
-        results: Tensors = self.stage.forward(index, rows, watch)
-        self._compare(Kind.F, replayed, [*results, *buffers])
-        return results
-
-    def _first_backward(
-        self, slot: _Slot, index: int, gradients: Sequence[Tensor]
-    ) -> tuple[Tensors, Tensors]:
-        """Run the backward of a strip eagerly, then capture and replay it, and compare."""
-        strip = index % self._streamed.form.strips
-        state = [each.grad for each in self._streamed.modules.parameters() if each.grad is not None]
-        before = copies(state)
-        results: tuple[Tensors, Tensors] = self.stage.backward(index, gradients)
-        eager = copies(state)
-        replayed: list[Tensor] = []
-
-        def capture() -> None:
-            own = slot.strips[strip]
-            own.output_gradients = tuple(torch.empty_like(each) for each in gradients)
-            place = self._index_in(slot, strip)
-            with capturing(self._streamed, slot.pool, Kind.B) as own.graphs[Kind.B]:
-                own.input_gradients, _ = self.stage.backward(place, own.output_gradients)
-            _put(own.output_gradients, gradients)
-            restore(state, before)
-            replayed.extend(copies([*self._replay_backward(slot, strip), *state]))
-
-        self._captures.attempt(capture)
-        restore(state, eager)
-        self._compare(Kind.B, replayed, [*results[0], *eager])
-        return results
-
-    def _compare(self, kind: Kind, replayed: Sequence[Tensor], eager: Sequence[Tensor]) -> None:
-        if replayed:
-            self._captures.attempt(partial(compare, kind, replayed, eager))
+        strips = [
+            _Strip(tuple(map(_made_up, self._samples[strip], repeat(self._streamed.device))))
+            for strip in range(self._streamed.form.strips)
+        ]
+        pool = torch.cuda.graph_pool_handle()
+        slot = _Slot(self._streamed, is_last, pool, strips, mixed_layers(self._streamed))
+        if self._captures.attempt(slot.capture) is None:
+            self._streamed.forget_image(_SAMPLE)
+            return None
+        self._new_bytes[number] = slot.num_bytes
+        return slot
 
 
-def _end(value: Tensor, gradients: Callable[..., Any], outputs: Sequence[Tensor]) -> Tensor:
-    found: Tensor = _Ends.apply(value, gradients, *outputs)  # type: ignore[no-untyped-call]
-    return found
+def _made_up(like: Tensor, device: torch.device) -> Tensor:
+    made = torch.zeros_like(like, device=device)
+    return made.copy_(ramp(made)) if made.is_floating_point() else made
 
 
-def _put(statics: Sequence[Tensor], tensors: Gradients) -> None:
+def _apart(tensors: Sequence[Tensor], known: set[int]) -> Tensors:
+    """Return tensors, copied where their memory is known, or not theirs alone."""
+    found = []
+    for tensor in tensors:
+        memory = tensor.untyped_storage()
+        is_own = memory.nbytes() == tensor.nbytes and memory.data_ptr() not in known
+        found.append(tensor if is_own else tensor.clone())
+        known.add(memory.data_ptr())
+    return tuple(found)
+
+
+def _put(statics: Gradients, tensors: Gradients) -> None:
     for static, tensor in zip(statics, tensors, strict=True):
-        static.data.zero_() if tensor is None else static.data.copy_(tensor)
+        if static is not None:
+            static.data.zero_() if tensor is None else static.data.copy_(tensor)

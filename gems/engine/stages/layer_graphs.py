@@ -170,7 +170,7 @@ class LayerGraphs:
                 gradient.data.zero_()
             outputs = layers.forward([tensor.detach().clone() for tensor in sample])
             forward = copies([*tensors_in(outputs), *buffers])
-            found = layers.backward([_ramp(each) for each in _floating(outputs)])
+            found = layers.backward([ramp(each) for each in floating(outputs)])
             if source.is_split:
                 layers.backward_weight()
             backward = copies([*(each for each in found if each is not None), *gradients])
@@ -278,7 +278,7 @@ class LayerGraphs:
         with capturing(stage, pool, kind) as self._graphs[kind]:
             self.output_gradients = [
                 torch.empty_like(output) if flag else None
-                for flag, output in zip(flags, _floating(self.outputs), strict=True)
+                for flag, output in zip(flags, floating(self.outputs), strict=True)
             ]
             self.input_gradients = source.backward(self.output_gradients)
         received = [each for each in self.output_gradients if each is not None]
@@ -374,14 +374,15 @@ def _nothing() -> None:
     pass
 
 
-def _floating(outputs: Any) -> list[Tensor]:
+def floating(outputs: Any) -> list[Tensor]:
+    """Return the tensors of outputs that are of a floating-point type."""
     return [tensor for tensor in tensors_in(outputs) if tensor.is_floating_point()]
 
 
-def _ramp(like: Tensor) -> Tensor:
+def ramp(like: Tensor) -> Tensor:
     """Return a gradient for a comparison; layers of a norm have none for equal values."""
-    ramp = torch.linspace(-1, 1, like.numel(), device=like.device)
-    return ramp.view(like.shape).to(like.dtype)
+    values = torch.linspace(-1, 1, like.numel(), device=like.device)
+    return values.view(like.shape).to(like.dtype)
 
 
 def _unowned(tensor: Tensor) -> Tensor:

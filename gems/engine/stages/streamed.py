@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from gems.autograd.cuts import Cut, begin
+from gems.autograd.outputs import as_tuple
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.storages import StashMeter, new_bytes, storage_addresses
 from gems.engine.stage import Loss, Tensors
@@ -143,6 +144,11 @@ class StreamedStage(InStrips):
         super().reset()
         self._images.clear()
 
+    def meter(self, index: int, inputs: Sequence[Tensor]) -> StashMeter:
+        """Return a meter of what the next forward of an image saves of its own."""
+        image, _ = self._image_of(index)
+        return StashMeter(self._known([*inputs, *image.sample.static]))
+
     def forget_image(self, number: int) -> None:
         """Drop a micro-batch whose backward will not run."""
         self._images.pop(number, None)
@@ -196,7 +202,7 @@ class StreamedStage(InStrips):
         image.outputs = []
         whole = self.form.joined(strips)
         del strips
-        image.loss = gradient_edges((loss(whole),))
+        image.loss = gradient_edges(as_tuple(loss(whole)))
 
     def _alike(self, index: int) -> int:
         return index % self.form.strips
@@ -247,15 +253,14 @@ class StreamedStage(InStrips):
         deferred: DeferredGradients | None,
     ) -> tuple[Tensor | None, ...]:
         """Run a strip and measure the memory that it keeps."""
-        known = storage_addresses(self._known([*inputs, *image.sample.static]))
-        with StashMeter(self._known(inputs)) as meter:
+        known = self._known([*inputs, *image.sample.static])
+        with StashMeter(known) as meter:
             outputs = self._run_strip(image, strip, inputs, loss, deferred)
-        saved = known | meter.saved.keys()
-        kept = sum(size for each, size in meter.saved.items() if each not in known)
-        self._kept_bytes.setdefault(strip, kept)
+        saved = storage_addresses(known) | meter.saved.keys()
+        self._kept_bytes.setdefault(strip, meter.saved_bytes)
         before = image.left_bytes
         self._count_left(image, outputs, lambda tensor: bool(storage_addresses([tensor]) & saved))
-        self._brought_bytes.setdefault(strip, kept + image.left_bytes - before)
+        self._brought_bytes.setdefault(strip, meter.saved_bytes + image.left_bytes - before)
         return outputs
 
     def _count_left(

@@ -8,7 +8,7 @@ parallel.boundaries, and prints its strip profile.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gems.autograd.cuts import Cut, begin
+from gems.autograd.outputs import tensors_in
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.models import Layer, layers_of
 from gems.models.build import freeze, input_spec
@@ -87,12 +88,14 @@ class _Forward(NamedTuple):
     `saved` and `by_loss` are the bytes of storages that the strip and the loss have saved. `edges`
     are the ends of its graph, outputs first, with shape and type of the gradients that arrive
     there; the first `num_received` gradients come from elsewhere. `loss` is the end of the loss's
-    graph, with the places at which the gradients of outputs arrive.
+    graph, with the places at which the gradients of outputs arrive. `ends` are the outputs, or on
+    the last stage those of the whole image, which the last strip has.
     """
 
     saved: dict[int, int]
     by_loss: dict[int, int]
     outputs: list[Tensor]
+    ends: list[Tensor]
     kept: tuple[Tensor, ...]
     left: list[Tensor]
     edges: list[tuple[GradientEdge, Tensor]]
@@ -227,15 +230,22 @@ class _Strips:
         ]
 
     def _boundary_sizes(
-        self, made: _Forward, given: Sequence[Tensor], saved: Container[int], is_loss_ahead: bool
+        self, made: _Forward, given: Sequence[Tensor], saved: Mapping[int, int], is_loss_ahead: bool
     ) -> dict[str, int]:
         """Return the bytes that a strip is given and leaves, by the fields of `StripBytes`."""
         waiting = made.outputs if self._loss and is_loss_ahead else ()
+        handed_back = 0 if self._is_first else _float_bytes(given)
+        with_gradient = (each for each in made.ends if each.requires_grad or not self._loss)
+        around = (each for each in (*given, *made.ends) if storage_of(each) not in saved)
         return {
             "given": unique_bytes(given),
             "handed_on": 0 if self._loss else unique_bytes(made.outputs),
             "given_back": 0 if self._loss else _float_bytes(made.outputs),
-            "handed_back": 0 if self._is_first else _float_bytes(given),
+            "handed_back": handed_back,
+            "slot": sum(saved.values())
+            + unique_bytes(around)
+            + _float_bytes(with_gradient)
+            + handed_back,
             "waiting": sum(
                 each.untyped_storage().nbytes() for each in waiting if storage_of(each) not in saved
             ),
@@ -296,10 +306,13 @@ class _Strips:
         made = [each for each in outputs if each is not None]
         by_loss = SavedStorages()
         loss = None
+        ends = list(made) if self._loss is None else []
         if self._loss is not None and self._is_last(strip):
             cuts: list[Cut] = []
+            whole = self._whole(outputs, before, cuts)
+            ends = list(tensors_in(whole))
             with by_loss:
-                value = self._loss(self._whole(outputs, before, cuts))
+                value = self._loss(whole)
             loss = get_gradient_edge(value), cuts
         left = [
             each.detach().clone()
@@ -313,7 +326,7 @@ class _Strips:
         ]
         num_received = 0 if self._loss is not None else sum(each.requires_grad for each in made)
         return _Forward(
-            saved.num_bytes, by_loss.num_bytes, made, kept, left, edges, num_received, loss
+            saved.num_bytes, by_loss.num_bytes, made, ends, kept, left, edges, num_received, loss
         )
 
     def _whole(
@@ -342,7 +355,7 @@ class _Strips:
         edges = list(made.edges)
         num_received = made.num_received
         loss = made.loss
-        for each in (made.outputs, made.left, made.edges):
+        for each in (made.outputs, made.ends, made.left, made.edges):
             each.clear()
         del made
         start = live.restart()

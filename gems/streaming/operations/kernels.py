@@ -257,9 +257,7 @@ def average_pool(call: Call) -> Tensor:
         if all(count == own for count in counts):
             continue
         made = made.to(wide_dtype(dtype))
-        factors = torch.tensor(
-            [own / count for count in counts], dtype=made.dtype, device=made.device
-        )
+        factors = _constant(call, [own / count for count in counts], made.dtype)
         made = made * _spread(factors, made, each.dim)
     return made.to(dtype)
 
@@ -300,12 +298,12 @@ def resample(call: Call) -> Tensor:
     state = call.state
     for each in call.along:
         lower, upper, share = state["places"][each.dim]
-        rows = made.index_select(each.dim, _places(lower, each, made.device))
+        rows = made.index_select(each.dim, _places(call, lower, each))
         if share is not None:
             wide = wide_dtype(dtype)
-            shares = torch.tensor(share[each.first : each.last], dtype=wide, device=made.device)
+            shares = _constant(call, share[each.first : each.last], wide)
             shares = _spread(shares, made, each.dim)
-            after = made.index_select(each.dim, _places(upper, each, made.device))
+            after = made.index_select(each.dim, _places(call, upper, each))
             rows = rows.to(wide) * (1 - shares) + after.to(wide) * shares
         made = rows
     return state["sides"](made, block_shape(call, state["shape"])).to(dtype)  # type: ignore[no-any-return]
@@ -316,10 +314,18 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def _places(numbers: Sequence[int], along: Along, device: torch.device) -> Tensor:
-    return torch.tensor(
-        [row - along.there[0] for row in numbers[along.first : along.last]], device=device
-    )
+def _places(call: Call, numbers: Sequence[int], along: Along) -> Tensor:
+    rows = [row - along.there[0] for row in numbers[along.first : along.last]]
+    return _constant(call, rows, torch.int64)
+
+
+def _constant(call: Call, numbers: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """Return numbers on the device, copied there once: a copy waits, and no CUDA graph has one."""
+    kept = call.state.setdefault("constants", {})
+    key = tuple(numbers), dtype, call.args[0].device
+    if key not in kept:
+        kept[key] = torch.tensor(numbers, dtype=dtype, device=key[-1])
+    return kept[key]  # type: ignore[no-any-return]
 
 
 def add_up(call: Call) -> Tensor:
