@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import lru_cache
 
 from gems.config.fields import check_fields
 from gems.config.schema import DataConfig
@@ -38,6 +40,7 @@ __all__ = [
     "kind_of",
     "num_train",
     "open_dataset",
+    "reads_rows",
     "resolve_data",
     "sample_shape",
     "sources_of",
@@ -72,6 +75,18 @@ def open_dataset(data: DataConfig, seed: int) -> Dataset:
         # the source's check would construct the user's dataset a second time
         _check_keys(data)
     return find_source(data).open(data, seed)
+
+
+def reads_rows(data: DataConfig) -> bool:
+    """Return whether training images can be read in parts; False if they are not here."""
+    return data.target is None and _reads_rows(json.dumps(asdict(data)))
+
+
+@lru_cache(maxsize=16)
+def _reads_rows(document: str) -> bool:
+    with contextlib.suppress(ConfigError, OSError):
+        return open_dataset(DataConfig(**json.loads(document)), 0).reads_rows("train")
+    return False
 
 
 def class_names(data: DataConfig) -> list[str]:

@@ -38,8 +38,9 @@ from gems.schedule.action import Kind
 from gems.streaming.axis_rules import even_ends
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
-Requests = Sequence[tuple[int, ReadRequest]]  # one step's requests: micro-batches, then strips
-Loaded = tuple[tuple[int, ReadRequest], Any]  # the request, and what was read
+# one step's requests: by micro-batch, then by strip and whether it is run again
+Requests = Sequence[tuple[Any, ReadRequest]]
+Loaded = tuple[tuple[Any, ReadRequest], Any]  # the request, and what was read
 T = TypeVar("T")
 _as_tensors: Any = default_convert
 _PRELOADED = ["torch", "gems.data"]  # imported by the process from which workers are forked
@@ -50,13 +51,14 @@ class ReadShare:
     """What a rank reads in each step.
 
     Images of the micro-batches that start there, and labels of those that end there. If images run
-    in strips, `strips` are those whose rows it reads, in the order of their forwards.
+    in strips, `strips` are those whose rows it reads, in order: once for the forward, and once more
+    if the strip is run again.
     """
 
     replica: int = 0
     images: Collection[int] = ()
     labels: Collection[int] = ()
-    strips: Sequence[int] = ()
+    strips: Sequence[tuple[int, bool]] = ()
 
     @classmethod
     def of(cls, plan: RankPlan, rank: int) -> ReadShare:
@@ -73,9 +75,11 @@ class ReadShare:
             for s in (0, schedule.num_stages - 1)
         )
         strips = [
-            action.micro_batch
+            (action.micro_batch, action.kind is Kind.R)
             for action in schedule.rank_schedules[index]
-            if action.kind is Kind.F and not action.stage and action.micro_batch is not None
+            if action.kind in (Kind.F, Kind.R)
+            and not action.stage
+            and action.micro_batch is not None
         ]
         return cls(replica, images, labels, strips if schedule.num_strips > 1 else ())
 
@@ -182,7 +186,7 @@ class BatchLoader:
     def _steps(
         self,
         requests: Callable[[int], Requests],
-        strip_order: Sequence[int],
+        strip_order: Sequence[tuple[int, bool]],
         steps: tuple[int, int],
         reader: Reader | None = None,
     ) -> Steps:
@@ -200,7 +204,7 @@ class BatchLoader:
             labels = [(m, replace(one, images=False)) for m, one in whole.items() if one.labels]
             strips = []
             for key in strip_order:
-                m, strip = divmod(key, num_strips)
+                m, strip = divmod(key[0], num_strips)
                 row, column = divmod(strip, len(columns))
                 part = replace(whole[m], labels=False, rows=rows[row], columns=columns[column])
                 strips.append((key, part))
@@ -234,7 +238,7 @@ class BatchLoader:
         return Batch(
             {m: arrival.tensor for m, arrival in arrivals.items()},
             {m: arrival.take() for m, arrival in labels.items()},
-            None if rows is None else lambda strip: copies.begin(rows(strip)).take(),
+            None if rows is None else lambda *strip: copies.begin(rows(*strip)).take(),
             lambda m: arrivals[m].take(),
         )
 
@@ -273,7 +277,7 @@ class BatchLoader:
             return
         by_rows = has_images and num_strips > 1 and self._data.reads_rows("validation")
 
-        order = range(num_micro_batches * num_strips) if by_rows else ()
+        order = [(x, False) for x in range(num_micro_batches * num_strips)] if by_rows else []
         loading = self._steps(requests, order, (0, num_rounds), self._validation_reader)
         self._validation_reader = loading.reader
         try:
@@ -319,12 +323,15 @@ class Steps:
         if self._ahead is not None:
             self._ahead.close()
 
-    def _rows(self, step: int, strip: int) -> Tensor:
-        place = self._places[strip]
+    def _rows(self, step: int, strip: int, is_again: bool) -> Tensor:
+        place = self._places[strip, is_again]
         if step * self._per_step + place < self._next:  # a step that runs again
             one = self._requests(step)[place]
-            return as_batch([(one, self.reader.read_here(one[1]))]).images[strip]
-        return as_batch([self._take(step * self._per_step + place)]).images[strip]
+            found: Loaded = one, self.reader.read_here(one[1])
+        else:
+            found = self._take(step * self._per_step + place)
+        images: Tensor = _checked(found[1])[0]
+        return images
 
     def _take(self, position: int) -> Loaded:
         if position >= self._next:
@@ -335,7 +342,7 @@ class Steps:
         raise ValueError(f"request {position} was given already or is beyond the last step")
 
 
-def _pair(expected: tuple[int, ReadRequest], found: Any) -> Loaded:
+def _pair(expected: tuple[Any, ReadRequest], found: Any) -> Loaded:
     return expected, found
 
 
@@ -386,14 +393,20 @@ def as_batch(found: Iterable[Loaded]) -> Batch:
     """
     images: dict[int, Tensor] = {}
     labels: dict[int, Tensor] = {}
-    for (m, request), item in found:
-        if isinstance(item, ConfigError):
-            raise item
+    for (m, request), read in found:
+        item = _checked(read)
         if request.images:
             images[m] = item[0]
         if request.labels:
             labels[m] = item[1][: request.num_known]
     return Batch(images, labels)
+
+
+def _checked(read: Any) -> Any:
+    """Return the images and labels that were read, unless this is an error."""
+    if isinstance(read, ConfigError):
+        raise read
+    return read
 
 
 def _collate(dtype: torch.dtype, is_channels_last: bool, found: Any) -> Any:

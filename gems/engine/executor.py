@@ -34,13 +34,14 @@ class Batch:
     Samples are images (N, C, H, W) or tokens (N, T) or (N, 2, T). Labels are int64 of shape (N,) or
     (N, T), integers of shape (N, H, W), or float32 of shape (N, K). In validation there may be
     fewer labels than samples: the last samples are ignored. If `rows` is given, it returns the rows
-    of each strip in place of images, in the order of the schedule. If the images of a micro-batch
-    are on their way to the device, `arrive` is called before they are read.
+    of each strip in place of images, in the order of the schedule; its second argument says whether
+    the strip is run again. If the images of a micro-batch are on their way to the device, `arrive`
+    is called before they are read.
     """
 
     images: Mapping[int, Tensor]
     labels: Mapping[int, Tensor]
-    rows: Callable[[int], Tensor] | None = None
+    rows: Callable[[int, bool], Tensor] | None = None
     arrive: Callable[[int], object] | None = None
 
 
@@ -180,6 +181,9 @@ class Executor:
         if not action.segment and self.schedule.inputs_leave(*action[1:4]):
             self._channels.hand_over(inputs[0])
         self._begin_draws(task)
+        # rows that the recomputation will read again
+        is_read_again = task.is_run_again and self._reads_rows(action)
+        row_bytes = tensor_bytes(inputs[0]) if is_read_again else 0
         start = self._recorder.timestamp()
         # pop, so that within a stage this call holds the only reference to the inputs
         outputs = segment.forward(
@@ -187,15 +191,17 @@ class Executor:
         )
         if loss is None:
             self.router.put(action, outputs)
+        self.router.input_rows.count_bytes(-row_bytes)
         self.activations.count_bytes(segment.brought_bytes(micro_batch))
         self._count_between_segments()
         self._recorder.compute(action, start)
 
     def _recompute(self, action: Action) -> None:
         task = self._tasks[action]
+        rows = [self._read_rows(action)] if self._reads_rows(action) else ()
         self._begin_draws(task)
         start = self._recorder.timestamp()
-        task.segment.recompute(task.micro_batch, self._loss(task, is_counted=False))
+        task.segment.recompute(task.micro_batch, self._loss(task, is_counted=False), rows)
         self._recorder.compute(action, start)
 
     def _backward(self, action: Action) -> None:
@@ -303,16 +309,23 @@ class Executor:
         found = self.router.take(action)
         if found is not None:
             return found
-        if self._batch.rows is None:
-            whole = self._tasks[action].whole
-            if self._batch.arrive is not None:
-                self._batch.arrive(whole)
-            return (self._batch.images[whole],)
+        if self._reads_rows(action):
+            return (self._read_rows(action),)
+        whole = self._tasks[action].whole
+        if self._batch.arrive is not None:
+            self._batch.arrive(whole)
+        return (self._batch.images[whole],)
+
+    def _reads_rows(self, action: Action) -> bool:
+        return self._batch.rows is not None and not action.stage
+
+    def _read_rows(self, action: Action) -> Tensor:
+        assert self._batch.rows is not None
         start_ns = time.perf_counter_ns()
-        rows = self._batch.rows(_micro_batch(action))
+        rows = self._batch.rows(_micro_batch(action), action.kind is Kind.R)
         self._recorder.waited(self._step, start_ns, time.perf_counter_ns(), action)
-        self.router.hold_rows(rows, action)
-        return (rows,)
+        self.router.hold_rows(rows, action._replace(kind=Kind.F))
+        return rows
 
     def _output_gradients(self, task: _Task, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if not task.ends_in_loss:

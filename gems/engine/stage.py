@@ -56,8 +56,13 @@ class Stage(Protocol):
         come before them, and a stage may keep no more than it needs for that.
         """
 
-    def recompute(self, index: int, loss: Loss | None = None) -> None:
+    def recompute(
+        self, index: int, loss: Loss | None = None, images: Sequence[Tensor] = ()
+    ) -> None:
         """Run the layers again, and keep what backward needs.
+
+        `images` are the forward's inputs, read again: of a strip that is run again, the first stage
+        keeps no part of an image.
 
         Raises:
             RuntimeError: An input was changed in place in the meantime.

@@ -10,7 +10,6 @@ from typing import Any
 
 from gems.errors import ConfigError
 from gems.schedule.action import Action, Kind
-from gems.schedule.placement import Placement
 from gems.schedule.schedule import Schedule
 
 SCHEMA = "gems.memory/1"
@@ -29,7 +28,8 @@ class Choice(StrEnum):
     before the second run: activation checkpointing with offloaded checkpoints, which DeepSpeed
     calls `cpu_checkpointing` and FairScale `offload_to_cpu` of a checkpoint wrapper. What a stage
     is given by another one leaves only if it came in a message and the stage is one segment; else
-    the first segment is recomputed and nothing else.
+    the first segment is recomputed and nothing else. What strips are left by earlier ones leaves in
+    any case.
     """
 
     KEEP = "keep"
@@ -239,33 +239,27 @@ def add_memory(schedule: Schedule, plan: MemoryPlan) -> Schedule:
         )
     else:
         rank_schedules = tuple(
-            tuple(_with_memory(actions, plan, schedule.placement))
-            for actions in schedule.rank_schedules
+            tuple(_with_memory(actions, plan, schedule)) for actions in schedule.rank_schedules
         )
     return replace(schedule, rank_schedules=rank_schedules, passes=(*schedule.passes, PASS))
 
 
-def is_received(placement: Placement, direction: int, stage: int) -> bool:
-    """Whether a stage is given its inputs in a message.
+def _may_leave(plan: MemoryPlan, schedule: Schedule, direction: int, place: Place) -> bool:
+    """Return whether anything that a segment keeps for its recomputation may leave.
 
-    Others belong to another stage of the rank, or to the step.
+    These are inputs that no other segment reads: segments after the first of a stage may read its
+    inputs. In strips it is also what earlier strips have left.
     """
-    return stage > 0 and placement.rank_of(direction, stage - 1) != placement.rank_of(
-        direction, stage
+    stage, number = place
+    return (
+        number > 0
+        or schedule.num_strips > 1
+        or (schedule.placement.is_received(direction, stage) and len(plan.stages[stage]) == 1)
     )
 
 
-def _can_inputs_leave(plan: MemoryPlan, placement: Placement, direction: int, place: Place) -> bool:
-    """Return whether no other segment reads the inputs of this one.
-
-    Segments after the first of a stage may read them.
-    """
-    stage, number = place
-    return number > 0 or (is_received(placement, direction, stage) and len(plan.stages[stage]) == 1)
-
-
 def _with_memory(
-    actions: tuple[Action, ...], plan: MemoryPlan, placement: Placement
+    actions: tuple[Action, ...], plan: MemoryPlan, schedule: Schedule
 ) -> Iterator[Action]:
     """Yield a rank's schedule in segments, and the actions before and after each."""
     compute: list[Action] = []
@@ -282,8 +276,8 @@ def _with_memory(
         segment = plan.segment(place_of(action))
         if action.kind not in (Kind.B, Kind.I) or not segment.choice.is_copied:
             continue
-        if segment.choice is Choice.OFFLOAD_INPUTS and not _can_inputs_leave(
-            plan, placement, action.direction, place_of(action)
+        if segment.choice is Choice.OFFLOAD_INPUTS and not _may_leave(
+            plan, schedule, action.direction, place_of(action)
         ):
             continue
         made = index_of[action._replace(kind=Kind.F)]

@@ -15,11 +15,12 @@ from operator import mul
 from typing import NamedTuple
 
 from gems.memory.model import Counts
-from gems.memory.residency import Residency, Script, State, inputs_leave
+from gems.memory.residency import Residency, Script, State
 from gems.profile import LayerProfile, ModelProfile
 from gems.profile.model_profile import TIMES, Saved
 from gems.profile.strip_profile import STRIP_SHARES, StripBytes, StripProfile
 from gems.schedule.action import Action, Kind
+from gems.schedule.schedule import Schedule
 
 _PEAKS = {
     Kind.F: "forward_peak",
@@ -37,11 +38,14 @@ _SIZES = {
 
 
 @cache
-def strip_states(strip: StripBytes, script: Script, least_bytes: int) -> tuple[State, ...]:
+def strip_states(
+    strip: StripBytes, script: Script, least_bytes: int, inputs_leave: bool
+) -> tuple[State, ...]:
     """Return the state of a strip at each of its actions, by the rules of the engine's store.
 
     A strip that is recomputed keeps the rows it received from the strip before, and the tensors
-    that the loss saves. Storages below `least_bytes` are not copied.
+    that the loss saves; if the `inputs_leave`, they count among these. Storages below `least_bytes`
+    are not copied.
     """
     kinds = {kind for kind, _ in script}
     residency = Residency({0} if Kind.OFFLOAD in kinds else ())
@@ -50,7 +54,7 @@ def strip_states(strip: StripBytes, script: Script, least_bytes: int) -> tuple[S
     kept = own | _named("kept", strip.saved_carried)
     if Kind.R in kinds:
         kept = _named("carried", strip.carried)
-        if inputs_leave(script):
+        if inputs_leave:
             kept["given", 0] = strip.given
     used_up_again = sum(kept.values()) - sum(strip.saved_carried)
     kept |= _named("loss", strip.saved_by_loss)
@@ -109,11 +113,13 @@ class Change(NamedTuple):
 class BetweenStrips:
     """What a rank holds of its images between strips.
 
-    What the next one is left, or its gradient on the way back.
+    What the next one is left, or its gradient on the way back. If rows of images are read by strip,
+    the first stage also holds those of the strips that still read them.
     """
 
-    def __init__(self, strips: StripProfile) -> None:
+    def __init__(self, strips: StripProfile, schedule: Schedule) -> None:
         self._strips = strips
+        self._schedule = schedule
         self._num = strips.num_strips
         self._held: dict[tuple[int, int, int], tuple[int, int]] = {}  # activations, and gradients
 
@@ -133,10 +139,24 @@ class BetweenStrips:
         elif kind in (Kind.B, Kind.I):
             after = 0, (of_stage[strip].carried_back + of_stage[-1].loss_gradient) * (strip > 0)
         else:
-            return Change()
+            return self._read(action, of_stage[strip].given, Change())
         self._held[key] = after
         counted = before[1] - of_stage[-1].loss_gradient * (before[1] > 0)
-        return Change(after[0] - before[0], sum(after) - sum(before), counted)
+        change = Change(after[0] - before[0], sum(after) - sum(before), counted)
+        return self._read(action, of_stage[strip].given, change)
+
+    def _read(self, action: Action, rows: int, change: Change) -> Change:
+        """Return a change with the rows that the first stage reads, and drops or keeps."""
+        kind = action.kind
+        if action.stage or not self._strips.reads_rows:
+            return change
+        is_read = kind in (Kind.F, Kind.R)
+        is_read_again = kind is Kind.F and self._schedule.has(Kind.R, *action[1:])
+        is_done = kind in (Kind.B, Kind.W)
+        return change._replace(
+            device_bytes=change.device_bytes + rows * (is_read - is_read_again - is_done),
+            counted_bytes=change.counted_bytes - rows * is_read,
+        )
 
 
 def slot_pool(strips: StripProfile, stage: int) -> int:
@@ -149,9 +169,16 @@ def slot_pool(strips: StripProfile, stage: int) -> int:
     return sum(each.slot + each.waiting for each in of_stage) + in_passing
 
 
-def boundary_sizes(strips: StripProfile, held: Counts) -> Iterator[tuple[dict[str, int], str, int]]:
-    """Yield counts, their field and the largest size, for boundary tensors and for the images."""
-    image_bytes = sum(strip.given for strip in strips.stages[0])
+def boundary_sizes(
+    strips: StripProfile, held: Counts, has_slots: bool
+) -> Iterator[tuple[dict[str, int], str, int]]:
+    """Yield counts, their field and the largest size, for boundary tensors and for the images.
+
+    Images that are read by rows are counted as they are read (`BetweenStrips`), but beside the slots
+    of CUDA graphs as whole ones.
+    """
+    is_whole = has_slots or not strips.reads_rows
+    image_bytes = sum(strip.given for strip in strips.stages[0]) * is_whole
     for (_, stage), counts in held.items():
         yield from ((counts, name, strips.most(stage, each)) for name, each in _SIZES.items())
         yield counts, "images", image_bytes if stage == 0 else 0

@@ -112,9 +112,9 @@ def rank_timeline(
     """
     is_captured, has_slots = _captures(profile, plan, schedule)
     held, actions = boundary_tensors(schedule, rank, has_slots)
-    outside = _outside(profile, plan, held, optimizer, strips)
+    outside = _outside(profile, plan, held, optimizer, strips, has_slots)
     states = _states(profile, plan, schedule, rank, strips)
-    between = None if strips is None else BetweenStrips(strips)
+    between = None if strips is None else BetweenStrips(strips, schedule)
     device = activations = first = host = 0
     if is_captured:
         slots = _slot_bytes(profile, plan, schedule, rank, strips)
@@ -215,6 +215,7 @@ def _outside(
     held: Counts,
     optimizer: Optimizer,
     strips: StripProfile | None,
+    has_slots: bool,
 ) -> Callable[[], int]:
     """Return a function of the bytes that belong to no micro-batch's own actions.
 
@@ -223,7 +224,7 @@ def _outside(
     spans = profile_storages(profile).spans
     cuts = plan.boundaries
     static_bytes = profile.library_bytes
-    sizes = [] if strips is None else list(boundary_sizes(strips, held))
+    sizes = [] if strips is None else list(boundary_sizes(strips, held, has_slots))
     for (_, stage), counts in held.items():
         span = (cuts[stage], cuts[stage + 1])
         static_bytes += as_bytes(optimizer.static_bytes(spans.params[span], spans.buffers[span]))
@@ -263,7 +264,10 @@ def _states(
     return {
         key: iter(
             strip_states(
-                strips.stages[key[1]][(key[2] or 0) % strips.num_strips], script, plan.least_bytes
+                strips.stages[key[1]][(key[2] or 0) % strips.num_strips],
+                script,
+                plan.least_bytes,
+                schedule.inputs_leave(key[1], key[2], key[0]),
             )
         )
         for key, script in scripts.items()

@@ -20,6 +20,7 @@ from typing import Any
 
 import gems
 from gems.config.schema import MachineConfig, ProfileConfig
+from gems.data import reads_rows
 from gems.errors import ConfigError
 from gems.models import layers_of, stride_of
 from gems.profile.model_profile import LIBRARY_BYTES, TIMES, ModelProfile
@@ -316,7 +317,8 @@ def strips_of(subject: Subject, boundaries: Sequence[int]) -> StripProfile:
         ConfigError: A layer needs the whole image, or as `take_profile`.
     """
     cut = replace(subject, parallel=replace(subject.parallel, boundaries=list(boundaries)))
-    return StripProfile.from_json(_strips_taken(cut, STRIPS_TAKER, "stages"))
+    found = StripProfile.from_json(_strips_taken(cut, STRIPS_TAKER, "stages"))
+    return replace(found, reads_rows=reads_rows(subject.data))
 
 
 def strip_work_of(subject: Subject) -> StripWork:

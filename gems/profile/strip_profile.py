@@ -66,10 +66,14 @@ class StripBytes:
 
 @dataclass(frozen=True, slots=True)
 class StripProfile:
-    """The strips of each stage, first to last, of a model that is cut at `boundaries`."""
+    """The strips of each stage, first to last, of a model that is cut at `boundaries`.
+
+    If ranks read images strip by strip (`reads_rows`), they never hold a whole one.
+    """
 
     boundaries: tuple[int, ...]
     stages: tuple[tuple[StripBytes, ...], ...]
+    reads_rows: bool = False
 
     @property
     def num_strips(self) -> int:

@@ -70,6 +70,13 @@ class Placement:
         """Return the rank that runs `stage` in `direction`."""
         return self.ranks[direction][stage]
 
+    def is_received(self, direction: int, stage: int) -> bool:
+        """Return whether a stage is given its inputs in a message.
+
+        Others belong to another stage of the rank, or to the step.
+        """
+        return stage > 0 and self.rank_of(direction, stage - 1) != self.rank_of(direction, stage)
+
     def stages_on(self, rank: int) -> tuple[tuple[int, int], ...]:
         """Return the (direction, stage) pairs that `rank` holds, by stage and then direction."""
         return self._held[rank]

@@ -93,7 +93,11 @@ class Schedule:
         as a received message.
         """
         place = stage, micro_batch, direction, self.first_segment(stage)
-        return self.has(Kind.R, *place) and self.has(Kind.OFFLOAD, *place)
+        return (
+            self.placement.is_received(direction, stage)
+            and self.has(Kind.R, *place)
+            and self.has(Kind.OFFLOAD, *place)
+        )
 
     def backward_kind(self, stage: int, micro_batch: int | None, direction: int) -> Kind:
         """Return the kind that makes the input gradient: I if the backward is split, else B."""

@@ -44,14 +44,17 @@ def strip_spec(height: int = 20, strips: int | list[int] = STRIPS, **changes: An
     )
 
 
-def loader(spec: RunSpec, order: tuple[int, ...], first_step: int = 0) -> BatchLoader:
+def loader(
+    spec: RunSpec, order: tuple[int, ...], first_step: int = 0, is_run_again: bool = False
+) -> BatchLoader:
     dataset = open_dataset(spec.data, spec.seed)
-    return BatchLoader(spec, dataset, ReadShare(0, (0, 1), (1,), order), CPU, first_step)
+    strips = [(strip, again) for strip in order for again in (False, True)[: 1 + is_run_again]]
+    return BatchLoader(spec, dataset, ReadShare(0, (0, 1), (1,), strips), CPU, first_step)
 
 
 def rows_of(batch: Batch, order: tuple[int, ...] = ORDER) -> dict[int, torch.Tensor]:
     assert batch.rows is not None and not batch.images
-    return {strip: batch.rows(strip) for strip in order}
+    return {strip: batch.rows(strip, False) for strip in order}
 
 
 @pytest.mark.parametrize("changes", [{}, {"data__prefetch_steps": 0}, {"data__num_workers": 2}])
@@ -59,6 +62,7 @@ def test_the_loader_gives_the_rows_of_the_images(changes: dict[str, Any]) -> Non
     common = {"parallel__micro_batches": MICRO_BATCHES, "train__steps": 3}
     whole = loader(strip_spec(**common), ())
     found = loader(strip_spec(**common, **changes), ORDER)
+    twice = loader(strip_spec(**common, **changes), ORDER, is_run_again=True)
     resumed = loader(strip_spec(**common, **changes), ORDER, first_step=2)
     ends = even_ends(20, STRIPS)
     for step in range(3):
@@ -69,6 +73,12 @@ def test_the_loader_gives_the_rows_of_the_images(changes: dict[str, Any]) -> Non
             m, number = divmod(strip, STRIPS)
             wanted = expected.images[m][:, :, ends[number - 1] if number else 0 : ends[number]]
             assert torch.equal(rows, wanted)
+        rows = twice.batch(step).rows
+        assert rows is not None
+        for strip in ORDER:
+            first, second = (rows(strip, again) for again in (False, True))
+            assert first is not second and torch.equal(first, second)
+            assert torch.equal(first, rows_of(batch)[strip])
         again = rows_of(batch)  # as to find where a loss is not finite
         assert torch.equal(again[4], expected.images[1][:, :, ends[0] : ends[1]])
         assert batch.labels.keys() == {1} and torch.equal(batch.labels[1], expected.labels[1])
@@ -89,7 +99,7 @@ def test_the_loader_gives_the_rows_of_the_images(changes: dict[str, Any]) -> Non
                 torch.cat([rows[m * STRIPS + number] for number in range(STRIPS)], 2), images
             )
             assert torch.equal(one.labels[m], other.labels[m])
-    for each in (whole, found, resumed):
+    for each in (whole, found, twice, resumed):
         each.close()
 
 
@@ -114,6 +124,11 @@ def built(**changes: Any) -> tuple[Rank, BatchLoader]:
 POLICIES: dict[str, dict[str, Any]] = {
     "keep": {},
     "recompute": {"memory__name": "recompute", "memory__recompute": "strip"},
+    "carries in host memory": {
+        "memory__name": "recompute",
+        "memory__recompute": "strip",
+        "memory__offload_inputs": True,
+    },
     "vdnn_all": {"memory__name": "vdnn_all", "memory__min_offload_bytes": 0},
 }
 
@@ -123,13 +138,15 @@ POLICIES: dict[str, dict[str, Any]] = {
 def test_training_holds_rows_until_nothing_reads_them(schedule: str, policy: str) -> None:
     rank, loading = built(schedule__name=schedule, parallel__micro_batches=4, **POLICIES[policy])
     held = rank.train.router.input_rows
-    images_bytes = 2 * 3 * 20 * 8 * 4
+    row_bytes = 2 * 3 * 8 * 4
+    # all rows of a micro-batch, which waits for its loss; or those of its largest strip
+    rows = 7 if "memory__recompute" in POLICIES[policy] else 20
     after = []
     for step in range(2):
         rank.train.run(step, loading.batch(step))
         after.append(rank.recorder.memory.held_bytes)
         assert held.held_bytes == 0
-        assert held.peak_bytes == images_bytes  # of a micro-batch, which waits for its loss
+        assert held.peak_bytes == rows * row_bytes
     assert after[0] == after[1]
     loading.close()
 
@@ -181,11 +198,11 @@ def test_a_failed_step_leaves_no_rows() -> None:
     rank, loading = built()
     batch = loading.batch(0)
 
-    def fails(strip: int) -> torch.Tensor:
+    def fails(strip: int, is_again: bool) -> torch.Tensor:
         assert batch.rows is not None
         if strip == 2:
             raise OSError("no such tile")
-        return batch.rows(strip)
+        return batch.rows(strip, is_again)
 
     with pytest.raises(OSError, match="no such tile"):
         rank.train.run(0, Batch({}, batch.labels, fails))

@@ -113,6 +113,10 @@ class ActivationStore:
             if table.is_measured:
                 self.counters.saved_bytes += table.trail.saved_bytes
 
+    def replace_inputs(self, key: MicroBatchKey, inputs: Sequence[Tensor]) -> None:
+        """Take other inputs of a micro-batch, which the store does not hold: it is read again."""
+        self._tables[key].given = storage_addresses(inputs)
+
     def takes_inputs(self, key: MicroBatchKey) -> bool:
         """Return whether only the store holds a micro-batch's inputs after its forward."""
         return self._tables[key].input_bytes is not None

@@ -129,7 +129,9 @@ class GraphedStage(WrappedStage):
         flight.loss = LossPass.forward(loss, outputs, graphs.source.flags)
         return (flight.loss.value,)
 
-    def recompute(self, index: int, loss: Loss | None = None) -> None:
+    def recompute(
+        self, index: int, loss: Loss | None = None, images: Sequence[Tensor] = ()
+    ) -> None:
         """Do nothing: forward has kept its graph."""
 
     def backward(self, index: int, gradients: Sequence[Tensor]) -> tuple[Tensors, Tensors]:

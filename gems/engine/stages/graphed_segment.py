@@ -151,7 +151,9 @@ class GraphedSegment(StoredSegment):
         flags = graphs.source.flags
         return self._pass_on(index, as_tuple(outputs if value is None else value), flags)
 
-    def recompute(self, index: int, loss: Loss | None = None) -> None:
+    def recompute(
+        self, index: int, loss: Loss | None = None, images: Sequence[Tensor] = ()
+    ) -> None:
         """Run the layers again by a replay; see `StoredSegment.recompute`."""
         pending = self._pending[index]
         if not isinstance(pending, _PendingReplay):

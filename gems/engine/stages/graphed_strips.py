@@ -212,7 +212,9 @@ class GraphedStrips(WrappedStage):
             slot.loss = LossPass.forward(loss, outputs, slot.strips[strip].flags)
         return ()
 
-    def recompute(self, index: int, loss: Loss | None = None) -> None:
+    def recompute(
+        self, index: int, loss: Loss | None = None, images: Sequence[Tensor] = ()
+    ) -> None:
         """Do nothing: forward has kept its graph."""
 
     def backward(self, index: int, gradients: Sequence[Tensor]) -> tuple[Tensors, Tensors]:

@@ -144,7 +144,9 @@ class StoredSegment(Stored):
             flags = [tensor.requires_grad for tensor in outputs]
         return self._pass_on(index, outputs, flags)
 
-    def recompute(self, index: int, loss: Loss | None = None) -> None:
+    def recompute(
+        self, index: int, loss: Loss | None = None, images: Sequence[Tensor] = ()
+    ) -> None:
         """Run the layers again, and put what backward needs into the store.
 
         Raises:

@@ -25,7 +25,7 @@ class _Pending(NamedTuple):
     """What is left of the forward of a strip that will be run again; None stands for no input."""
 
     given: Tensors  # what stays of the inputs
-    inputs: list[SavedTensor | None]
+    inputs: list[SavedTensor | None] | None  # None if they are read again
     carried: list[Tensor | SavedTensor]  # of what weights alone determine the tensor itself
     has_gradient: list[bool]  # of what was carried
     is_split: bool
@@ -34,9 +34,9 @@ class _Pending(NamedTuple):
 class StoredStrips(Stored, StreamedStage):
     """Keeps in the store what strips save, so that each can be recomputed or copied to the host.
 
-    A strip that is run again keeps its inputs and the tensors carried to it. The loss is computed
-    once, and its saved tensors stay. Tensors carried between strips are counted here, everything
-    else by the store.
+    A strip that is run again keeps the tensors carried to it, and its inputs unless they are parts
+    of images, which are read again. The loss is computed once, and its saved tensors stay. Tensors
+    carried between strips are counted here, everything else by the store.
     """
 
     def __init__(self, layers: StripLayers, stage_key: StageKey, store: ActivationStore) -> None:
@@ -53,7 +53,8 @@ class StoredStrips(Stored, StreamedStage):
     ) -> Tensors:
         """Run a strip and put what autograd saves into the store.
 
-        If it `is_run_again`, keep only its inputs and the tensors that were carried to it.
+        If it `is_run_again`, keep only the tensors that were carried to it, and its inputs if they
+        are no strip of images.
         """
         image, strip = self._image_of(index)
         rows = self.rows_of(strip, inputs)
@@ -62,7 +63,8 @@ class StoredStrips(Stored, StreamedStage):
         self._store.activations.count_bytes(-image.left_bytes)
         deferred = DeferredGradients() if is_split else None
         if is_run_again:
-            outputs = self._run_once(index, image, rows, deferred)
+            is_kept = not self.is_first or rows[0] is not inputs[0]
+            outputs = self._run_once(index, image, rows, deferred, is_kept)
             with self._hooks(index):
                 self._end_strip(image, strip, outputs, loss)
         else:
@@ -77,7 +79,9 @@ class StoredStrips(Stored, StreamedStage):
         self._store.activations.count_bytes(image.left_bytes)
         return made
 
-    def recompute(self, index: int, loss: Loss | None = None) -> None:
+    def recompute(
+        self, index: int, loss: Loss | None = None, images: Sequence[Tensor] = ()
+    ) -> None:
         """Run a strip again, now keeping in the store what backward needs.
 
         Raises:
@@ -85,7 +89,14 @@ class StoredStrips(Stored, StreamedStage):
         """
         number, strip = divmod(index, self.form.strips)
         pending: _Pending = self._pending.pop(index)
-        inputs = [None if each is None else self._store.load(each) for each in pending.inputs]
+        if pending.inputs is None:
+            given = tuple(images)
+            inputs = self._takes.given(given, strip, self.device)
+            static = (each for each in pending.carried if isinstance(each, Tensor))
+            self._store.replace_inputs(self._key(index), [*given, *static])
+        else:
+            given = pending.given
+            inputs = [None if each is None else self._store.load(each) for each in pending.inputs]
         carried = [
             (self._store.load(each) if isinstance(each, SavedTensor) else each).requires_grad_(
                 has_gradient
@@ -95,22 +106,33 @@ class StoredStrips(Stored, StreamedStage):
         deferred = DeferredGradients() if pending.is_split else None
         with self._hooks(index):
             self._images[number].sample.run_again(strip, inputs, carried, deferred)
-        self._stash[index] = Stash(pending.given, (), deferred)
+        self._stash[index] = Stash(given, (), deferred)
 
     def _hooks(self, index: int) -> AbstractContextManager[Any]:
         return self._store.saved_tensor_hooks(self._key(index), 0)
 
     def _run_once(
-        self, index: int, image: Image, rows: Tensors, deferred: DeferredGradients | None
+        self,
+        index: int,
+        image: Image,
+        rows: Tensors,
+        deferred: DeferredGradients | None,
+        is_kept: bool,
     ) -> tuple[Tensor | None, ...]:
-        """Run a strip without keeping its graph, which says what of the outputs needs a gradient."""
+        """Run a strip without keeping its graph, which says what of the outputs needs a gradient.
+
+        Its inputs are kept only if they are not read again (`is_kept`).
+        """
         key = self._key(index)
         carried = image.sample.carried
-        static = storage_addresses(image.sample.static)
+        statics = image.sample.static
+        static = storage_addresses(statics)
         given = self._takes.given(rows, index % self.form.strips, self.device)
         self._pending[index] = _Pending(
-            self._staying(index, rows),
-            [None if each is None else self._store.save(key, 0, each) for each in given],
+            self._staying(index, rows) if is_kept else (),
+            [None if each is None else self._store.save(key, 0, each) for each in given]
+            if is_kept
+            else None,
             [
                 each if storage_addresses([each]) & static else self._store.save(key, 0, each)
                 for each in carried
@@ -118,7 +140,10 @@ class StoredStrips(Stored, StreamedStage):
             [each.requires_grad for each in carried],
             deferred is not None,
         )
-        return image.sample.forward(given, deferred, is_run_again=True)
+        outputs = image.sample.forward(given, deferred, is_run_again=True)
+        if not is_kept:
+            self._store.replace_inputs(key, statics)
+        return outputs
 
     def _staying(self, index: int, rows: Tensors) -> Tensors:
         """Return the inputs of a strip, unless the store has taken them."""

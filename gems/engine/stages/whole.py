@@ -103,7 +103,9 @@ class WholeStage(Stage):
         """Add the weight gradients that `backward_input` deferred."""
         self._deferred.pop(index).run(self.poll)
 
-    def recompute(self, index: int, loss: Loss | None = None) -> None:
+    def recompute(
+        self, index: int, loss: Loss | None = None, images: Sequence[Tensor] = ()
+    ) -> None:
         """Do nothing: forward has kept its graph."""
 
     @contextmanager

@@ -12,7 +12,7 @@ from itertools import pairwise
 from gems.memory.case import MemoryCase
 from gems.memory.optimizer.milp import LinearSum, Program
 from gems.memory.optimizer.stage import StageBlock, owner_of
-from gems.memory.plan import Choice, MemoryPlan, Segment, is_received
+from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.storages import Storage, profile_storages
 from gems.memory.timeline import Point
 from gems.schedule.action import COMPUTE_KINDS, SEND_KINDS, Action, Kind
@@ -61,7 +61,7 @@ class PlanModel:
         for stage, (first, end) in enumerate(pairwise(case.boundaries)):
             directions = range(case.schedule.num_directions)
             is_movable = any(
-                is_received(case.schedule.placement, direction, stage) for direction in directions
+                case.schedule.placement.is_received(direction, stage) for direction in directions
             )
             given_bytes = case.profile.given_bytes(first) if is_movable else 0
             self.blocks.append(
