@@ -71,12 +71,15 @@ class StashMeter(torch.autograd.graph.saved_tensors_hooks):
     Each storage once, without those of `known`.
 
     Attributes:
-        saved: the bytes of storages by address.
+        known: the addresses of the storages of `known`.
+        saved: the bytes of other storages by address.
+        tensors: tensors of these.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
-        self._known = storage_addresses(known)
+        self.known = storage_addresses(known)
         self.saved: dict[int, int] = {}
+        self.tensors: list[Tensor] = []
         # saved-tensor hooks switch off autograd's own check for changes in place
         super().__init__(
             self._pack, lambda packed: check_unchanged(packed[0], packed[1], "forward")
@@ -86,8 +89,9 @@ class StashMeter(torch.autograd.graph.saved_tensors_hooks):
         # forward mode makes tangents of zeros that have no memory
         if not tensor._is_zerotensor():
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._known:
+            if storage.data_ptr() not in self.known:
                 self.saved[storage.data_ptr()] = storage.nbytes()
+                self.tensors.append(tensor)
         return tensor, tensor._version
 
     def __enter__(self) -> Self:  # type: ignore[override]

@@ -7,6 +7,7 @@ free slots gives the fewest.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -82,6 +83,7 @@ def grown_slots(
     held = most = 0
     free: dict[StageKey, int] = {}
     eager: set[tuple[int, ...]] = set()
+    ended: Counter[tuple[int, ...]] = Counter()
     for action, change in list(changes) * 2:  # in the second step, all have slots
         assert action.micro_batch is not None
         number, strip = divmod(action.micro_batch, num_strips)
@@ -96,7 +98,9 @@ def grown_slots(
             held += slot_bytes[key]
         held += change if place in eager else 0
         most = max(most, held)
-        if action.kind in (Kind.B, Kind.W) and not strip:
+        ended[place] += action.kind in (Kind.B, Kind.W)
+        if ended[place] == num_strips:
             free[key] = free.get(key, 0) + (place not in eager)
             eager.discard(place)
+            del ended[place]
     return held, most

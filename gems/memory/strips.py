@@ -159,14 +159,20 @@ class BetweenStrips:
         )
 
 
-def slot_pool(strips: StripProfile, stage: int) -> int:
-    """Return the bytes of an image's slot with the temporary tensors of its graphs."""
+def slot_bytes(strips: StripProfile, stage: int, is_split: bool) -> int:
+    """Return the bytes of the activations of an image in a slot of CUDA graphs."""
+    return sum(each.slot + is_split * each.made_for_weights for each in strips.stages[stage])
+
+
+def in_passing(strips: StripProfile, stage: int, is_split: bool) -> int:
+    """Return the bytes of the temporary tensors of an image's graphs, which slots do not share."""
     of_stage = strips.stages[stage]
-    in_passing = max(
+    most = max(
         max(each.forward_peak - each.kept + each.left, each.backward_peak + each.carried_back)
         for each in of_stage
     )
-    return sum(each.slot + each.waiting for each in of_stage) + in_passing
+    of_weights = is_split * strips.most(stage, "weight_gradient_peak")
+    return most + sum(each.waiting for each in of_stage) + of_weights
 
 
 def boundary_sizes(

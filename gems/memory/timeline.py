@@ -24,7 +24,8 @@ from gems.memory.strips import (
     BetweenStrips,
     Change,
     boundary_sizes,
-    slot_pool,
+    in_passing,
+    slot_bytes,
     strip_shares,
     strip_states,
 )
@@ -121,11 +122,7 @@ def rank_timeline(
         device = activations = max(map(max, slots.values()))
     if has_slots:
         changes = list(_changes(schedule.rank_schedules[rank], states, between))
-        sizes = {key: slots[key][0] for key in slots}
-        activations, first = grown_slots(changes, sizes, schedule.num_strips)
-        # slots of whole micro-batches are outside, with their temporary tensors
-        pools = {} if strips is None else {key: slot_pool(strips, key[1]) for key in slots}
-        device = grown_slots(changes, pools, schedule.num_strips)[0] if pools else 0
+        activations, first, device = _grown(changes, slots, schedule, strips)
         states = dict.fromkeys(states, repeat(State()))  # all that they hold is in slots
         between = None
     last: dict[MicroBatchKey, State] = {}
@@ -159,8 +156,27 @@ def _captures(profile: ModelProfile, plan: MemoryPlan, schedule: Schedule) -> tu
     is_kept = plan.policy == KEEP and not schedule.has_memory_actions
     is_captured = profile.is_captured and plan.can_be_captured
     if schedule.num_strips > 1:  # which run eagerly otherwise
-        is_captured = is_captured and is_kept and not schedule.has_split_backward
+        is_captured = is_captured and is_kept
     return is_captured, is_captured and is_kept
+
+
+def _grown(
+    changes: Sequence[tuple[Action, int]],
+    slots: Mapping[StageKey, Sequence[int]],
+    schedule: Schedule,
+    strips: StripProfile | None,
+) -> tuple[int, int, int]:
+    """Return the activations in slots, those of the first steps, and the memory of the slots.
+
+    The latter is 0 for slots of whole micro-batches, which are outside.
+    """
+    sizes = {key: slots[key][0] for key in slots}
+    activations, first = grown_slots(changes, sizes, schedule.num_strips)
+    if strips is None:
+        return activations, first, 0
+    is_split = schedule.has_split_backward
+    pools = {key: sizes[key] + in_passing(strips, key[1], is_split) for key in slots}
+    return activations, first, grown_slots(changes, pools, schedule.num_strips)[0]
 
 
 def _changes(
@@ -191,10 +207,10 @@ def _slot_bytes(
     In strips, a slot has all strips of an image.
     """
     keys = schedule.placement.stages_on(rank)
-    if strips is not None:
-        return {key: [sum(each.slot for each in strips.stages[key[1]])] for key in keys}
-    spans = profile_storages(profile).spans
     split = split_stages(schedule, rank)
+    if strips is not None:
+        return {key: [slot_bytes(strips, key[1], key in split)] for key in keys}
+    spans = profile_storages(profile).spans
 
     def one(key: StageKey, number: int, span: tuple[int, int]) -> int:
         table = spans.segment_slot if number else spans.slot

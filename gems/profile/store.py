@@ -31,7 +31,7 @@ from gems.utils.cache import cached, keep_cached, read_cached
 from gems.utils.gpus import may_have_gpu
 from gems.utils.run_module import RUN_MODULE
 
-PROFILER = 15  # increase it if profilers give other figures
+PROFILER = 16  # increase it if profilers give other figures
 DISTRIBUTIONS = ("torch", "numpy")
 REFUSED = "refused"
 PACE = "pace"

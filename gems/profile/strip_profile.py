@@ -34,6 +34,7 @@ class StripBytes:
             the strips that left it has read them.
         slot: what it has in a slot of CUDA graphs.
         held_for_weights: what its input gradient leaves for its weight gradient.
+        made_for_weights: what of that forward has neither saved nor given.
         forward_peak: the most that its forward makes at once; the three below likewise, beyond what
             is saved.
     """
@@ -53,6 +54,7 @@ class StripBytes:
     carried_back: int
     slot: int
     held_for_weights: int
+    made_for_weights: int
     forward_peak: int
     backward_peak: int
     input_gradient_peak: int

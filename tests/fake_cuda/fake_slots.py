@@ -86,6 +86,7 @@ def test_bytes_of_graphs(network: str, policy: str, schedule: str) -> None:
     assert set(predicted) == {counted}
 
 
+CAPPED = {"schedule__activation_cap": 1.5, "schedule__budget_s": 0.2}
 STRIPS = {
     "ghost": (ModelConfig("resnet", depth=8, width=4, norm="ghost_batch"), 4),
     "frozen": (ModelConfig("resnet", depth=8, width=4, norm="frozen_batch"), [2, 2]),
@@ -94,9 +95,12 @@ STRIPS = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "gems_master"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1", "gems_master", "capped"])
 @pytest.mark.parametrize("case", STRIPS)
 def test_bytes_of_graphs_of_strips(case: str, schedule: str) -> None:
     model, strips = STRIPS[case]
-    counted, predicted = counted_and_predicted(spec_of(model, schedule, parallel__strips=strips))
+    more = CAPPED if schedule == "capped" else {}
+    counted, predicted = counted_and_predicted(
+        spec_of(model, schedule, parallel__strips=strips, **more)
+    )
     assert set(predicted) == {counted}

@@ -97,8 +97,8 @@ PARTS = (
     _mpi("strips", "mixed_precision_computes and (resnet or unet)"),
     _mpi(
         "strips",
-        "not_finite or (trains_as_one and (gems_master or 1f1b or capped)"
-        " and not (frozen-layer or alexnet or vgg))",  # these draw random numbers
+        "not_finite or (trains_as_one and (gems_master or 1f1b or capped or zb_h1)"
+        " and not (frozen or standardised or alexnet or vgg))",  # these draw random numbers
         **GRAPHS,
     ),
     _mpi("placed"),

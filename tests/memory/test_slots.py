@@ -135,3 +135,8 @@ def test_the_first_strip_of_an_image_takes_the_slot_and_its_backward_gives_it_ba
     actions = [*map(Action.parse, ("0F0", "0F1", "0B1", "0B0", "0F2", "0F3", "0B3", "0B2"))]
     changes = [(each, 5 if each.kind is Kind.F else -5) for each in actions]
     assert grown_slots(changes, {(0, 0): 8}, num_strips=2) == (8, 10)
+    # the weight gradients of an image may begin with its first strip
+    late = ("0F0", "0F1", "0I1", "0I0", "0W0", "0F2", "0W1", "0F3", "0I3", "0I2", "0W2", "0W3")
+    by_kind = {Kind.F: 5, Kind.I: 0, Kind.W: -5}
+    changes = [(each, by_kind[each.kind]) for each in map(Action.parse, late)]
+    assert grown_slots(changes, {(0, 0): 8}, num_strips=2) == (16, 16)

@@ -29,6 +29,7 @@ STRIP = StripBytes(
     carried_back=23,
     slot=150,
     held_for_weights=60,
+    made_for_weights=12,
     forward_peak=150,
     backward_peak=40,
     input_gradient_peak=50,

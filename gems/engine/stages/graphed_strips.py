@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gems.autograd.mixed import Mixed
 from gems.autograd.outputs import map_tensors, tensors_in
-from gems.autograd.storages import StashMeter, storage_addresses, storage_sizes, tensor_bytes
+from gems.autograd.storages import StashMeter, storage_addresses, storage_sizes
 from gems.engine.stage import Loss, Tensors
 from gems.engine.stages.graphed import Captures
 from gems.engine.stages.layer_graphs import (
@@ -55,17 +55,22 @@ class _Strip:
 class _Slot:
     """The memory of an image in flight; its graphs are always replayed in the order of capture.
 
+    Those of weight gradients may come in any order, and have a pool of their own.
+
     Attributes:
         is_last: Whether the stage is the last one.
+        is_split: Whether weight gradients are apart.
         loss: On the last stage, the loss of the image.
         num_bytes: The bytes of all that is at fixed addresses between actions.
     """
 
     stage: StreamedStage
     is_last: bool
-    pool: Any
+    is_split: bool
     strips: list[_Strip]
     mixed: list[Mixed]
+    pool: Any = field(default_factory=torch.cuda.graph_pool_handle)
+    pool_of_weights: Any = field(default_factory=torch.cuda.graph_pool_handle)
     loss: LossPass | None = None
     num_bytes: int = 0
 
@@ -77,26 +82,16 @@ class _Slot:
         Raises:
             NotCapturedError: An action cannot be captured, or its replay differs.
         """
-        eager = self._play(self._run, self._run_backward)
+        eager = self._play(self._run, self._run_backward, self._run_weights)
         torch.cuda.empty_cache()  # no capture can, and the pool needs what eager runs have freed
-        for strip, own in enumerate(self.strips):
-            with self._capturing(strip, Kind.F), self._meter(strip) as meter:
-                own.outputs = self._run(strip, own.inputs)
-            around = storage_sizes([*own.inputs, *tensors_in(own.outputs)])
-            self.num_bytes += sum((meter.saved | around).values())
-        for strip, own in reversed(list(enumerate(self.strips))):
-            with self._capturing(strip, Kind.B):
-                flags = floating_flags(own.flags, own.outputs)
-                own.output_gradients = [
-                    torch.empty_like(output) if flag else None
-                    for flag, output in zip(flags, floating(own.outputs), strict=True)
-                ]
-                made = self._run_backward(strip, own.output_gradients)
-                received = [each for each in own.output_gradients if each is not None]
-                own.input_gradients = _apart(made, storage_addresses(received))
-            self.num_bytes += tensor_bytes([*received, *own.input_gradients])
-        replayed = self._play(self.forward, self.backward)
-        for name, mine, wanted in zip("FB", replayed, eager, strict=True):
+        meters = [self._capture_forward(strip) for strip in range(len(self.strips))]
+        for strip in reversed(range(len(self.strips))):
+            self._capture_backward(strip, meters.pop())
+        for strip, own in enumerate(self.strips if self.is_split else ()):
+            with capturing(self.stage, self.pool_of_weights, Kind.W) as own.graphs[Kind.W]:
+                self._run_weights(strip)
+        replayed = self._play(self.forward, self.backward, self.backward_weight)
+        for name, mine, wanted in zip(("F", self._backward_kind), replayed, eager, strict=True):
             compare(name, mine, wanted)
         return self
 
@@ -113,11 +108,54 @@ class _Slot:
         """Replay the backward of a strip, and return copies of the gradients of its inputs."""
         own = self.strips[strip]
         _put(own.output_gradients, gradients)
-        own.graphs[Kind.B].replay()
+        own.graphs[self._backward_kind].replay()
         return tuple(tensor.clone() for tensor in own.input_gradients)
 
+    def backward_weight(self, strip: int) -> None:
+        """Replay the weight gradients of a strip."""
+        self.strips[strip].graphs[Kind.W].replay()
+
+    @property
+    def _backward_kind(self) -> Kind:
+        return Kind.I if self.is_split else Kind.B
+
+    def _capture_forward(self, strip: int) -> StashMeter:
+        own = self.strips[strip]
+        meter = self.stage.meter(self._index(strip), own.inputs)
+        with capturing(self.stage, self.pool, Kind.F) as own.graphs[Kind.F], meter:
+            own.outputs = self._run(strip, own.inputs)
+        around = storage_sizes([*own.inputs, *tensors_in(own.outputs)])
+        self.num_bytes += sum((meter.saved | around).values())
+        return meter
+
+    def _capture_backward(self, strip: int, meter: StashMeter) -> None:
+        """Capture the backward of a strip; the meter of its forward holds what that has saved.
+
+        So what is left for the weight gradients has other addresses.
+        """
+        own = self.strips[strip]
+        kind = self._backward_kind
+        with capturing(self.stage, self.pool, kind) as own.graphs[kind]:
+            flags = floating_flags(own.flags, own.outputs)
+            own.output_gradients = [
+                torch.empty_like(output) if flag else None
+                for flag, output in zip(flags, floating(own.outputs), strict=True)
+            ]
+            made = self._run_backward(strip, own.output_gradients)
+            received = [each for each in own.output_gradients if each is not None]
+            own.input_gradients = _apart(made, storage_addresses(received))
+        around = storage_sizes([*received, *own.input_gradients])
+        self.num_bytes += sum(around.values())
+        known = storage_addresses([*own.inputs, *tensors_in(own.outputs)])
+        left = self.stage.left_bytes(self._index(strip))
+        for address in left.keys() - around.keys() - known - meter.known - meter.saved.keys():
+            self.num_bytes += left[address]
+
     def _play(
-        self, forward: Callable[[int, Tensors], Any], backward: Callable[[int, Gradients], Tensors]
+        self,
+        forward: Callable[[int, Tensors], Any],
+        backward: Callable[[int, Gradients], Tensors],
+        backward_weight: Callable[[int], None],
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return what forward and backward of an image compute, for made-up gradients."""
         modules = self.stage.modules
@@ -131,20 +169,14 @@ class _Slot:
         made = copies([*tensors_in(outputs), *buffers])
         del outputs
         found = [backward(strip, given[strip]) for strip in reversed(range(len(given)))]
+        for strip in range(len(self.strips) if self.is_split else 0):
+            backward_weight(strip)
         made_back = copies([*tensors_in(found), *gradients])
         restore([*buffers, *gradients], before)
         return made, made_back
 
     def _index(self, strip: int) -> int:
         return _SAMPLE * len(self.strips) + strip
-
-    def _meter(self, strip: int) -> StashMeter:
-        return self.stage.meter(self._index(strip), self.strips[strip].inputs)
-
-    @contextmanager
-    def _capturing(self, strip: int, kind: Kind) -> Iterator[None]:
-        with capturing(self.stage, self.pool, kind) as self.strips[strip].graphs[kind]:
-            yield
 
     def _run(self, strip: int, rows: Tensors) -> Any:
         """Run a strip; on the last stage, return the outputs of the image at its end."""
@@ -160,15 +192,19 @@ class _Slot:
             return tensors
 
         loss: Any = end if self.is_last else None
-        passed = self.stage.forward(self._index(strip), rows, loss)
+        passed = self.stage.forward(self._index(strip), rows, loss, self.is_split)
         if found is None:
             own.flags = [True] * len(passed)
             return passed
         return found
 
     def _run_backward(self, strip: int, gradients: Gradients) -> Tensors:
+        run = self.stage.backward_input if self.is_split else self.stage.backward
         given: Any = gradients
-        return self.stage.backward(self._index(strip), given)[0]
+        return run(self._index(strip), given)[0]
+
+    def _run_weights(self, strip: int) -> None:
+        self.stage.backward_weight(self._index(strip))
 
 
 class GraphedStrips(WrappedStage):
@@ -177,8 +213,10 @@ class GraphedStrips(WrappedStage):
     A slot is captured with made-up rows, since the image has come no further than its first strip.
     """
 
-    def __init__(self, stage: StreamedStage, captures: Captures) -> None:
+    def __init__(self, stage: StreamedStage, captures: Captures, is_split: bool) -> None:
+        """Take the stage, and whether weight gradients are apart for any strip."""
         super().__init__(stage)
+        self._is_split = is_split
         self._streamed = stage
         self._captures = captures
         self._samples: dict[int, list[Tensor]] = {}  # rows like those of a strip, without memory
@@ -186,6 +224,7 @@ class GraphedStrips(WrappedStage):
         self._slots: dict[int, _Slot | None] = {}  # by micro-batch
         self._new_bytes: dict[int, int | None] = {}  # likewise; None: the image runs eagerly
         self._rows: dict[int, Tensors] = {}  # by strip
+        self._num_ended: Counter[int] = Counter()  # strips, by micro-batch
 
     def forward(
         self,
@@ -199,7 +238,7 @@ class GraphedStrips(WrappedStage):
         number, strip = divmod(index, self._streamed.form.strips)
         rows = self._streamed.rows_of(strip, inputs)
         if strip == 0:
-            self._slots[number] = self._take(number, loss is not None, is_split)
+            self._slots[number] = self._take(number, loss is not None)
         slot = self._slots[number]
         if slot is None:
             self._samples[strip] = [torch.empty_like(each, device="meta") for each in rows]
@@ -219,21 +258,27 @@ class GraphedStrips(WrappedStage):
 
     def backward(self, index: int, gradients: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
         """Run the backward of a strip by a replay; see `Stage.backward`."""
+        results = self._backward(self.stage.backward, index, gradients)
+        number, strip = divmod(index, self._streamed.form.strips)
+        slot = self._slots[number]
+        if slot is not None and self._is_split:
+            slot.backward_weight(strip)
+        self._end(number)
+        return results
+
+    def backward_input(self, index: int, gradients: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
+        """Compute the input gradients by a replay; see `Stage.backward_input`."""
+        return self._backward(self.stage.backward_input, index, gradients)
+
+    def backward_weight(self, index: int) -> None:
+        """Add the weight gradients by a replay; see `Stage.backward_weight`."""
         number, strip = divmod(index, self._streamed.form.strips)
         slot = self._slots[number]
         if slot is None:
-            results = self.stage.backward(index, gradients)
+            self.stage.backward_weight(index)
         else:
-            given: Gradients = gradients
-            if slot.is_last:
-                given = () if slot.loss is None else slot.loss.backward(gradients)
-                slot.loss = None
-            results = slot.backward(strip, given), self._rows.pop(index)
-        if strip == 0:
-            self._free = self._free or []
-            self._free += [] if slot is None else [slot]
-            del self._slots[number]
-        return results
+            slot.backward_weight(strip)
+        self._end(number)
 
     def brought_bytes(self, index: int) -> int:
         """Return the bytes of the slot that an image has made, or what an eager strip brings."""
@@ -245,25 +290,55 @@ class GraphedStrips(WrappedStage):
 
     def kept_bytes(self, index: int) -> int:
         """Return what a backward frees: nothing, unless it is eager."""
-        is_eager = self._new_bytes[index // self._streamed.form.strips] is None
-        return self.stage.kept_bytes(index) if is_eager else 0
+        return self.stage.kept_bytes(index) if self._is_eager(index) else 0
+
+    def held_bytes(self, index: int) -> int:
+        """Return what an eager backward left for the weight gradients."""
+        return self.stage.held_bytes(index) if self._is_eager(index) else 0
 
     def reset(self) -> None:
         """Drop all images in flight after a failed step, and the slots that they were in."""
         self.stage.reset()
         self._slots.clear()
         self._rows.clear()
+        self._num_ended.clear()
 
     @property
     def num_in_flight(self) -> int:
         """Return the number of strips whose backward is not complete."""
         return int(self.stage.num_in_flight) + len(self._rows)
 
-    def _take(self, number: int, is_last: bool, is_split: bool) -> _Slot | None:
+    def _is_eager(self, index: int) -> bool:
+        return self._new_bytes[index // self._streamed.form.strips] is None
+
+    def _backward(
+        self,
+        run: Callable[[int, Sequence[Tensor]], tuple[Tensors, Tensors]],
+        index: int,
+        gradients: Sequence[Tensor],
+    ) -> tuple[Tensors, Tensors]:
+        number, strip = divmod(index, self._streamed.form.strips)
+        slot = self._slots[number]
+        if slot is None:
+            return run(index, gradients)
+        given: Gradients = gradients
+        if slot.is_last:
+            given = () if slot.loss is None else slot.loss.backward(gradients)
+            slot.loss = None
+        return slot.backward(strip, given), self._rows.pop(index)
+
+    def _end(self, number: int) -> None:
+        """Note that the backward of a strip is complete; after the last, the slot is free."""
+        self._num_ended[number] += 1
+        if self._num_ended[number] == self._streamed.form.strips:
+            del self._num_ended[number]
+            slot = self._slots.pop(number)
+            self._free = self._free or []
+            self._free += [] if slot is None else [slot]
+
+    def _take(self, number: int, is_last: bool) -> _Slot | None:
         """Return a free slot, or a new one; None if the image must run eagerly."""
         self._new_bytes[number] = None
-        if is_split:
-            self._captures.refuse("weight gradients of strips are computed apart")
         if self._free is None or self._captures.is_refused or self._streamed.is_watched:
             return None
         if self._free:
@@ -275,8 +350,8 @@ class GraphedStrips(WrappedStage):
             _Strip(tuple(map(_made_up, self._samples[strip], repeat(self._streamed.device))))
             for strip in range(self._streamed.form.strips)
         ]
-        pool = torch.cuda.graph_pool_handle()
-        slot = _Slot(self._streamed, is_last, pool, strips, mixed_layers(self._streamed))
+        mixed = mixed_layers(self._streamed)
+        slot = _Slot(self._streamed, is_last, self._is_split, strips, mixed)
         if self._captures.attempt(slot.capture) is None:
             self._streamed.forget_image(_SAMPLE)
             return None

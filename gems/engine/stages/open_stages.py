@@ -175,10 +175,11 @@ def _open_stage(
 
 def _graphed(stage: WholeStage, key: StageKey, options: StageOptions) -> Stage:
     captures = _captures(key, options)
+    is_split = key in split_stages(options.schedule, options.rank)
     if isinstance(stage, StreamedStage):
         # strips do not call the modules, so those that may draw have not run without drawing
-        return GraphedStrips(stage, replace(captures, is_drawing=_has_draws))
-    return GraphedStage(stage, captures, key in split_stages(options.schedule, options.rank))
+        return GraphedStrips(stage, replace(captures, is_drawing=_has_draws), is_split)
+    return GraphedStage(stage, captures, is_split)
 
 
 def _has_draws(layer: nn.Module) -> bool:

@@ -154,6 +154,7 @@ class StreamedStage(InStrips):
         self._images.pop(number, None)
         for index in range(number * self.form.strips, (number + 1) * self.form.strips):
             self._stash.pop(index, None)
+            self._deferred.pop(index, None)
 
     def _image_of(self, index: int) -> tuple[Image, int]:
         """Return the image of a strip that is about to run, and the number of the strip in it."""

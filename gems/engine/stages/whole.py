@@ -16,7 +16,13 @@ from gems.autograd.mixed import low_copies
 from gems.autograd.outputs import as_tuple, tensors_in
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.split_backward.layers import SplitLayers
-from gems.autograd.storages import StashMeter, new_bytes, storage_addresses, tensor_bytes
+from gems.autograd.storages import (
+    StashMeter,
+    new_bytes,
+    storage_addresses,
+    storage_sizes,
+    tensor_bytes,
+)
 from gems.autograd.torch_internals import run_engine
 from gems.engine.stage import Loss, Stage, Tensors
 
@@ -119,9 +125,12 @@ class WholeStage(Stage):
 
     def still_read(self, index: int) -> set[int]:
         """Return the addresses of the storages of the deferred weight gradients."""
-        return (
-            storage_addresses(self._deferred[index].tensors()) if index in self._deferred else set()
-        )
+        return set(self.left_bytes(index))
+
+    def left_bytes(self, index: int) -> dict[int, int]:
+        """Return the bytes of the storages of the deferred weight gradients by address."""
+        deferred = self._deferred.get(index)
+        return {} if deferred is None else storage_sizes(deferred.tensors())
 
     def brought_bytes(self, index: int) -> int:
         """Return `kept_bytes`."""

@@ -177,6 +177,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = self.live_bytes
         return self.live_bytes
 
+    def references(self, keys: Iterable[int]) -> dict[int, weakref.ref[Any]]:
+        """Return weak references to storages that have been counted, by their IDs."""
+        return {key: self._references[key] for key in keys if key in self._references}
+
     def count(self, tensor: Tensor) -> None:
         """Count the memory of a tensor that was not created by an observed operation."""
         storage = tensor.untyped_storage()

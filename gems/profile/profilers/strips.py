@@ -257,14 +257,19 @@ class _Strips:
         """Return the bytes of a strip whose weight gradients come later, by the fields' names."""
         deferred = DeferredGradients()
         made, live = forward(deferred)
+        by_forward = live.references(made.saved.keys() | {storage_of(each) for each in made.ends})
         peak, received = self._backward(made, live)
         names = unsaved | {storage_of(each) for each in received}
-        held = unique_bytes(each for each in deferred.tensors() if storage_of(each) not in names)
+        kept = [each for each in deferred.tensors() if storage_of(each) not in names]
+        # the memory of what has been freed may have been used again
+        names = {name for name, reference in by_forward.items() if reference() is not None}
+        made_here = unique_bytes(each for each in kept if storage_of(each) not in names)
         start = live.restart()
         with live:
             deferred.run(lambda: None)
         return {
-            "held_for_weights": held,
+            "held_for_weights": unique_bytes(kept),
+            "made_for_weights": made_here,
             "input_gradient_peak": peak,
             "weight_gradient_peak": live.peak_bytes - start,
         }
