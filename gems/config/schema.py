@@ -280,6 +280,11 @@ class ParallelConfig:
         min=1,
         max=2**31,
     )
+    strips_until: str | None = text(
+        None,
+        "layer after which whole maps are computed, in the last strip, so that any layer may follow;"
+        " null: all layers run in strips",
+    )
     boundaries: list[int] | None = number(
         None,
         "first layer of each stage and the number of layers, rising from 0; null: by partition=",

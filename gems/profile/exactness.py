@@ -53,7 +53,8 @@ def check_exact(subject: Subject, split_by: str | None) -> None:
     known = {
         **subject.layers,
         "code": code,
-        "is_in_strips": subject.parallel.strips > 1,
+        "axes": len(subject.parallel.grid) if subject.parallel.num_strips > 1 else 0,
+        "until": subject.parallel.strips_until,
         "frozen": list(subject.optimizer.frozen),
         "check": CHECK,
         **versions(),

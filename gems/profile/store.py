@@ -57,6 +57,7 @@ _ON_FAKE = (
 )
 _ON_STRIPS = (
     "parallel.strips",
+    "parallel.strips_until",
     "parallel.min_strip_positions",
     "parallel.boundaries",
     "machine.device",

@@ -9,8 +9,8 @@ class StreamingError(ValueError):
     Attributes:
         reason: The layer and why, on one line.
         advice: What to change in the module, or an empty string.
-        cause: "norm" or "batch_norm" for a norm that needs the whole image, "mixed" for mixed
-            precision, or an empty string.
+        cause: "norm" or "batch_norm" for a norm that needs the whole image, "whole" for another
+            layer that does, "mixed" for mixed precision, or an empty string.
     """
 
     def __init__(self, reason: str, advice: str = "take it out", cause: str = "") -> None:

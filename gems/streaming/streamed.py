@@ -34,16 +34,23 @@ class Streamed(nn.Module):
     parameters are those of `module`, in the mode and with the values that they have at the time.
     """
 
-    def __init__(self, module: nn.Module, takes: Sequence[Boundary], grid: Sequence[int]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        takes: Sequence[Boundary],
+        grid: Sequence[int],
+        until: str | None = None,
+    ) -> None:
         """Take the module and the shapes of its inputs.
 
         Raises:
-            StreamingError: The module needs the whole image.
+            StreamingError: The module needs the whole image, or has no layer `until`.
         """
         super().__init__()
         self.module = module
         self._takes = tuple(takes)
         self._grid = tuple(grid)
+        self._until = until
         self._forms: dict[tuple[bool, ...], StripStage] = {}
         self._form()
 
@@ -73,9 +80,12 @@ class Streamed(nn.Module):
         """Return the streaming form of the module in its present mode."""
         mode = tuple(each.training for each in self.module.modules())
         if mode not in self._forms:
-            named = [(type(self.module).__name__, self.module)]
+            name = type(self.module).__name__
+            until = None if self._until is None else f"{name}.{self._until}"
             with torch.enable_grad():
-                self._forms[mode] = StripStage(named, self._takes, self._grid)
+                self._forms[mode] = StripStage(
+                    [(name, self.module)], self._takes, self._grid, until=until
+                )
         return self._forms[mode]
 
 
@@ -84,6 +94,7 @@ def stream(
     sample: Tensor | Sequence[Tensor],
     divisions: int | Sequence[int],
     check: bool = True,
+    until: str | None = None,
 ) -> Streamed:
     """Return a module that computes `module` part by part, exactly, in less memory.
 
@@ -97,6 +108,8 @@ def stream(
             number; with blocks it grows with the border between blocks.
         check: Whether to compare outputs, gradients and buffers with those of the module, in
             float64 on a small image of random numbers.
+        until: A layer of the module, such as "layer4". All that runs after it takes whole maps in
+            the last part, so it may contain any operation.
 
     Raises:
         StreamingError: The module or the sample cannot be divided, or the results differ.
@@ -109,9 +122,9 @@ def stream(
             f"divisions={divisions} of {_listed([(tuple(each.shape),) for each in samples])}",
             "give images (N, C, H, W) or (N, C, D, H, W), and from 1 part of an axis to its size",
         )
-    streamed = Streamed(module, _boundaries(samples, grid), grid)
+    streamed = Streamed(module, _boundaries(samples, grid), grid, until)
     if check:
-        _check(module, samples, grid)
+        _check(module, samples, grid, until)
     return streamed
 
 
@@ -294,7 +307,9 @@ def _seeds() -> Draws:
     return lambda checksum: (first + checksum * 0x9E3779B97F4A7C15) & _MASK
 
 
-def _check(module: nn.Module, samples: Sequence[Tensor], grid: Sequence[int]) -> None:
+def _check(
+    module: nn.Module, samples: Sequence[Tensor], grid: Sequence[int], until: str | None
+) -> None:
     """Compare a module in strips with itself, on the smallest image that it takes.
 
     Raises:
@@ -315,7 +330,7 @@ def _check(module: nn.Module, samples: Sequence[Tensor], grid: Sequence[int]) ->
         small = tuple(map(min, grid, least))
         for dtype, tolerance in TOLERANCES.items():
             try:
-                error = _compared(module, values, small, dtype)
+                error = _compared(module, values, small, dtype, until)
             except Exception as caught:
                 problem = caught
                 continue
@@ -341,7 +356,11 @@ def _small(sample: Tensor, side: int) -> Tensor:
 
 
 def _compared(
-    module: nn.Module, values: Sequence[Tensor], grid: Sequence[int], dtype: torch.dtype
+    module: nn.Module,
+    values: Sequence[Tensor],
+    grid: Sequence[int],
+    dtype: torch.dtype,
+    until: str | None,
 ) -> float:
     """Return the largest difference of a copy of a module and of the copy in strips."""
     tensors = (*module.parameters(), *module.buffers())
@@ -349,7 +368,7 @@ def _compared(
     twin = copy.deepcopy(module).to(dtype)
     given = [each.to(device, dtype if each.is_floating_point() else each.dtype) for each in values]
     takes = _boundaries(given, grid)
-    form = Streamed(twin, takes, grid)._form()
+    form = Streamed(twin, takes, grid, until)._form()
     set_row_ends(type(twin).__name__, twin, form.norm_ends)
     parameters = list(twin.parameters())
     with torch.random.fork_rng(), ConstantDraws() if form.draws else nullcontext():  # type: ignore[no-untyped-call]

@@ -34,7 +34,8 @@ PatchOf = Callable[[Box, Box], Patch]
 class CarriedTensor(NamedTuple):
     """An item that is kept from a block for the block `to`.
 
-    It is a box of a map, partial sums, or a value that depends on no input.
+    It is a box of a map, partial sums, a tensor of the state of a reduction over all positions, or
+    a value that depends on no input.
     """
 
     kind: str
@@ -43,6 +44,7 @@ class CarriedTensor(NamedTuple):
     place: Place = Place((), ())  # of a map, where it is now
     path: Path = ()  # of a map, the tensor that it will be
     box: Box = ()
+    place_in_state: int = 0
 
 
 class Stored(NamedTuple):
@@ -104,6 +106,7 @@ class StripNetwork:
             number for number in used | {*outputs} if infos[number].kind == STATIC
         )
         self._held: dict[int, tuple[CarriedTensor, ...]] = {}
+        self._begins: dict[int, int] = {}  # by the number of a reduction over all positions
         self._wanted: ByBlock[int, tuple[Patch, ...]] = ByBlock()
         self._patches: ByBlock[tuple[int, Place], Patch] = ByBlock()
         self._along: ByBlock[int, tuple[tuple[Along, ...], Along | None]] = ByBlock()
@@ -116,6 +119,9 @@ class StripNetwork:
 
     def shape_of(self, held: CarriedTensor) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and type of a kept item."""
+        if held.kind == "state":
+            kept = self.operations[held.number - self.num_inputs].state["kept"]
+            return kept[held.place_in_state]  # type: ignore[no-any-return]
         value = self.infos[held.number].value
         shape = list(value.shape)
         dtype = value.dtype
@@ -186,7 +192,8 @@ class StripNetwork:
         source = self.infos[operation.reads[0]]
         for axis, (new, there) in enumerate(zip(at.new, at.window, strict=True)):
             is_summed = axis == operation.summed
-            dim = (source if is_summed else operation.info).dims[axis]
+            is_source = is_summed or operation.finish is not None
+            dim = (source if is_source else operation.info).dims[axis]
             if dim is None:
                 continue
             window = there
@@ -236,10 +243,15 @@ class StripNetwork:
             for kept in self.at(block, number).kept:
                 to = block + self.plan.step(kept.axis)
                 yield CarriedTensor("map", number, to, kept.place, kept.path, kept.place.box)
-            axis = None if number < self.num_inputs else self._summed(number)
-            if axis is None:
+            if number < self.num_inputs:
                 continue
             operation = self.operations[number - self.num_inputs]
+            axis = operation.summed
+            if operation.finish is not None and self._has_begun(block, number):
+                for place, _ in enumerate(operation.state["kept"]):
+                    yield CarriedTensor("state", number, block + 1, place_in_state=place)
+            if axis is None:
+                continue
             rule = operation.rules[axis]
             assert isinstance(rule, Bins)
             along = self.plan.axes[axis]
@@ -254,5 +266,9 @@ class StripNetwork:
             for number in self._statics:
                 yield CarriedTensor("static", number, block + 1)
 
-    def _summed(self, number: int) -> int | None:
-        return self.operations[number - self.num_inputs].summed
+    def _has_begun(self, block: int, number: int) -> bool:
+        """Return whether a later block takes what a reduction has of this one and those before."""
+        if number not in self._begins:
+            boxes = enumerate(self.plan.boxes(self.planned[number]))
+            self._begins[number] = next(place for place, box in boxes if not is_empty(box))
+        return self._begins[number] <= block < self.plan.num_blocks - 1

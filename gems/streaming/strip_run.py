@@ -62,6 +62,7 @@ class StripRun:
         self._values: dict[int, Any] = {}  # without axes, or parts
         self._carried: dict[int, dict[Path, Tensor]] = {}
         self._sums: dict[int, Tensor] = {}
+        self._states: dict[int, tuple[Tensor, ...]] = {}
         self._fresh: dict[int, dict[Patch, Tensor]] = {}
         self._kept: dict[int, list[Tensor]] = {}
         self._given: dict[int, Tensor | None] = {}
@@ -70,6 +71,8 @@ class StripRun:
             held = network.held(source)[place]
             if held.kind == "map":
                 self._carried.setdefault(held.number, {})[held.path] = kept
+            elif held.kind == "state":
+                self._states[held.number] = (*self._states.get(held.number, ()), kept)
             else:
                 (self._sums if held.kind == "sum" else self._values)[held.number] = kept
         self._device = network.device((*inputs, *carries))
@@ -106,6 +109,8 @@ class StripRun:
         for held in self._network.held(self._block):
             if held.kind == "map":
                 found.append(next(taken[held.number]))
+            elif held.kind == "state":
+                found.append(self._states[held.number][held.place_in_state])
             else:
                 found.append((self._sums if held.kind == "sum" else self._values)[held.number])
         return tuple(found)
@@ -147,7 +152,14 @@ class StripRun:
                     self._values[number] = buffer.get()
             return
         at = self._network.at(self._block, number)
-        if operation.summed is not None:
+        if operation.finish is not None:
+            state = self._states.get(number)
+            if not is_empty(at.new):
+                state = operation.run(self._call(operation, number, at, state))
+                self._states[number] = state
+            if self._is_last:
+                self._values[number] = operation.finish(operation.state, *self._states[number])
+        elif operation.summed is not None:
             self._add_up(number, operation, operation.summed, at)
         elif is_empty(at.new):
             self._store(number, "copy", [])  # what was kept, beside nothing
@@ -206,11 +218,7 @@ class StripRun:
             self._store(number, "copy", parts)
 
     def _call(
-        self,
-        operation: Operation,
-        number: int,
-        at: BlockValue | None,
-        carried: Tensor | None = None,
+        self, operation: Operation, number: int, at: BlockValue | None, carried: Any = None
     ) -> Call:
         """Return an operation with its arguments."""
         step = operation.step

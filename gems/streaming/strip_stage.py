@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -21,8 +21,9 @@ from gems.streaming.axis_plan import AxisValue
 from gems.streaming.axis_rules import even_ends
 from gems.streaming.block_plan import BlockPlan, Box, index_of, is_empty, sizes
 from gems.streaming.buffers import Dims, join
+from gems.streaming.lowering import lower_trace
 from gems.streaming.operations.kernels import drop_rows
-from gems.streaming.operations.lower import draws_numbers, lower
+from gems.streaming.operations.lower import draws_numbers
 from gems.streaming.operations.operation import (
     MAP,
     STATIC,
@@ -30,7 +31,6 @@ from gems.streaming.operations.operation import (
     Info,
     Known,
     Operation,
-    each,
     is_ghost_norm,
     products,
     refuse_changed,
@@ -38,7 +38,7 @@ from gems.streaming.operations.operation import (
 )
 from gems.streaming.strip_network import CarriedTensor, StripNetwork
 from gems.streaming.strip_run import RunMode, StripRun
-from gems.streaming.trace import LayerTrace, Ref, Weight, trace
+from gems.streaming.trace import LayerTrace, Weight, trace
 
 DEFAULT_MODE = RunMode()
 
@@ -165,12 +165,14 @@ class StripStage:
         inputs: Sequence[Boundary],
         grid: int | Sequence[int],
         min_positions: int = 1,
+        until: str | None = None,
     ) -> None:
         """Trace the named layers, unless a trace is given, and plan all strips.
 
         `grid` is the number of strips of rows, or of parts along each axis. A convolution, linear
         layer or norm by strip whose map has less than `min_positions` (rows x columns x images) in
-        a strip waits for more strips, and takes them at once.
+        a strip waits for more strips, and takes them at once. What comes after the layer `until`
+        ("": all) takes whole maps, in the last strip.
 
         Raises:
             StreamingError: A layer needs the whole image, or has an unknown operation.
@@ -182,13 +184,13 @@ class StripStage:
         self._structure = traced.structure
         known = Known(
             [
-                Info(WHOLE, meta, (None,) * len(parts))
-                if boundary.ends is None
-                else Info(MAP, meta, boundary.dims)
+                Info(MAP, meta, boundary.dims)
+                if boundary.ends is not None
+                else Info(WHOLE, meta, (None,) * len(parts))
                 for boundary, meta in zip(inputs, traced.inputs, strict=True)
             ]
         )
-        operations, outputs = _lowered(known, traced)
+        operations, outputs = lower_trace(known, traced, until)
         refuse_changed(known, operations)
         planned: dict[int, int] = {}
         self._at_once: dict[int, int] = {}
@@ -196,10 +198,8 @@ class StripStage:
         for number, boundary in enumerate(inputs):
             if boundary.ends is not None:
                 planned[number] = len(values)
-                info = known.infos[number]
-                values.append(
-                    [AxisValue(info.size(axis), ends) for axis, ends in enumerate(boundary.ends)]
-                )
+                whole = map(known.infos[number].size, range(len(parts)))
+                values.append(list(map(AxisValue, whole, boundary.ends)))
         for number, operation in enumerate(operations, len(inputs)):
             if operation.reads:
                 planned[number] = len(values)
@@ -243,8 +243,10 @@ class StripStage:
             if number < network.num_inputs:
                 continue
             operation = network.operations[number - network.num_inputs]
-            values = operation.info.value
-            values = values if isinstance(values, Tensor) else values[0]
+            source = (
+                operation.info if operation.finish is None else network.infos[operation.reads[0]]
+            )
+            values = source.first
             positions = math.prod(network.plan.sizes(place))
             of_one = values.numel() // positions * products(operation, network.infos)
             made = [of_one * math.prod(sizes(box)) for box in network.plan.boxes(place)]
@@ -343,22 +345,3 @@ class StripStage:
             place = self._network.planned[number]
             ends = tuple(axis.ends[place] for axis in self._network.plan.axes)
         return Boundary(tuple(info.value.shape), info.value.dtype, ends, info.dims)
-
-
-def _lowered(known: Known, traced: LayerTrace) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
-    """Return the operations of a trace and the numbers of its outputs.
-
-    A step may become several operations, so that later values have other numbers than in the trace.
-    """
-    operations: list[Operation] = []
-    numbers = list(range(len(traced.inputs)))
-
-    def moved(ref: Ref) -> Ref:
-        return Ref(numbers[ref.number])
-
-    for step in traced.steps:
-        if len(numbers) != len(known.infos):
-            step = replace(step, args=each(moved, step.args), kwargs=each(moved, step.kwargs))
-        operations += lower(known, step)
-        numbers.append(len(known.infos) - 1)
-    return tuple(operations), tuple(numbers[number] for number in traced.outputs)

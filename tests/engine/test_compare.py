@@ -21,11 +21,10 @@ def test_the_largest_error_is_relative_to_its_own_tensor():
 
 
 def test_rounding_around_zero_is_measured_on_the_scale_of_the_whole():
-    reference = {"a": torch.tensor([1.0]).double(), "bias": torch.tensor([1e-18]).double()}
-    error, name = relative_error(
-        {"a": reference["a"], "bias": torch.tensor([3e-18]).double()}, reference
-    )
-    assert name == "bias" and error == pytest.approx(2e-9, rel=1e-6)
+    for size, wanted in ((1e-10, 0.2), (1e-18, 2e-18)):
+        reference = {"a": torch.tensor([1.0]).double(), "bias": torch.tensor([size]).double()}
+        error, name = relative_error({**reference, "bias": 3 * reference["bias"]}, reference)
+        assert name == "bias" and error == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.parametrize("where", ["ours", "reference"])

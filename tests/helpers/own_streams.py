@@ -88,6 +88,34 @@ class Residual(nn.Module):
         return self.head(self.forget(self.mean(x).flatten(1)))
 
 
+class Pooled(nn.Module):
+    """Residual blocks with gated attention over all positions, beside their largest values.
+
+    With a `gate`, squeeze-and-excitation and group norm stand before it.
+    """
+
+    def __init__(self, num_classes: int = 3, width: int = 4, gate: bool = False) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, 2, 1)
+        self.block1 = Block(width, width, 1, nn.Conv2d, FrozenNorm)
+        self.block2 = Block(width, 2 * width, 2, nn.Conv2d, FrozenNorm)
+        self.gate = nn.Conv2d(2 * width, 2 * width, 1) if gate else None
+        self.norm = nn.GroupNorm(2, 2 * width) if gate else nn.Identity()
+        self.value, self.weight = nn.Linear(2 * width, 3), nn.Linear(2 * width, 3)
+        self.score = nn.Linear(3, 1)
+        self.head = nn.Linear(6 * width, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.block2(self.block1(self.stem(images).relu()))
+        if self.gate is not None:
+            x = x * torch.sigmoid(self.gate(x.mean((2, 3), keepdim=True)))
+        tokens = self.norm(x).flatten(2).transpose(1, 2)
+        scores = self.score(torch.tanh(self.value(tokens)) * torch.sigmoid(self.weight(tokens)))
+        attended = torch.bmm(torch.softmax(scores.transpose(1, 2), -1), tokens).squeeze(1)
+        largest = tokens.topk(3, 1).values.mean(1)
+        return self.head(torch.cat([attended, x.amax((2, 3)), largest], 1))
+
+
 class Dilated(nn.Module):
     """A segmenter: dilated convolutions with a long skip around them, and a transposed one up to all pixels.
 

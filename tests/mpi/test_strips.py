@@ -82,6 +82,8 @@ MODELS = {
         {"kwargs": {"weight": [1, 9]}},
     ),
     "plain unet": ({"name": "unet", "depth": 3, "width": 4, "norm": "none"}, MASKS, {}),
+    "pooled": ({"target": f"{OWN}Pooled"}, CLASSES, {}),
+    "gated": ({"target": f"{OWN}Pooled", "kwargs": {"gate": True}}, CLASSES, {}),
     "dilated": ({"target": f"{OWN}Dilated"}, MASKS, {}),
     "two outputs": (
         {"target": f"{OWN}Dilated", "kwargs": {"has_class": True}},
@@ -110,9 +112,13 @@ RUNS = [  # each network, and each schedule with two of them; few ranks, since e
     ("two outputs", "gems_master", 2, 1, 7, 22, {}),
     ("frozen", "zb_h1", 2, 1, 3, 37, {"optimizer__frozen": ["stem.*", "*.bias", "block2.*"]}),
     ("resnet", "gems_master", 4, 1, 3, 20, {"optimizer__frozen": ["stem*", "stage1*"]}),
+    ("pooled", "1f1b", 2, 1, 4, 37, WAITING),
+    ("gated", "gems_master", 2, 1, 4, 37, {"parallel__strips_until": "block2"}),
     # in blocks, which the sides are no multiples of
     ("resnet", "gems_master", 4, 1, [3, 5], 20, WAITING),
     ("frozen", "zb_h1", 1, 1, [7, 2], 37, {}),
+    ("pooled", "zb_h1", 1, 1, [2, 2], 37, {}),
+    ("gated", "1f1b", 2, 1, [2, 2], 37, {"parallel__strips_until": "block2"}),
     ("unet", "capped", 2, 1, [2, 3], 20, CAPPED),
     ("two outputs", "1f1b", 2, 2, [2, 2], 22, {}),
 ]

@@ -30,7 +30,7 @@ def spec(tmp_path: Path) -> RunSpec:
     return replace(made, cache_dir=str(tmp_path))
 
 
-def in_strips(spec: RunSpec, strips: int) -> RunSpec:
+def in_strips(spec: RunSpec, strips: int | list[int]) -> RunSpec:
     return replace(spec, parallel=replace(spec.parallel, strips=strips))
 
 
@@ -40,6 +40,8 @@ def test_layers_that_equal_themselves_are_asked_once(
     check_exact(Subject.of(spec), "1f1b")
     (kept,) = Path(str(spec.cache_dir)).glob("exactness-*.json")
     assert '"image": [32, 32], "left_out": ""' in kept.read_text()
+    check_exact(Subject.of(in_strips(spec, [2, 2])), None)  # in blocks, which are another matter
+    assert len([*Path(str(spec.cache_dir)).glob("exactness-*.json")]) == 2
     monkeypatch.setattr(exactness, "take_profile", lambda *_: pytest.fail("asked again"))
     check_exact(Subject.of(spec), "1f1b")
     check_exact(Subject.of(in_strips(spec, 1)), None)

@@ -14,7 +14,7 @@ from gems.errors import ConfigError
 from gems.models import layers_of
 from gems.models.build import build_layers
 from gems.models.mixed import Precision, compute_in
-from gems.models.streaming_errors import config_errors
+from gems.models.streaming_errors import config_errors, until_in
 from gems.streaming.errors import StreamingError
 from tests.helpers.strips_rig import Function, cut_stages
 
@@ -41,9 +41,8 @@ class Attention(nn.Module):
         return out
 
 
-def by_hand(self: nn.Module, x: Tensor) -> Tensor:
-    tokens = x.flatten(2)
-    return torch.softmax(tokens.transpose(1, 2) @ tokens, -1)
+def pixels(self: nn.Module, tokens: Tensor) -> Tensor:
+    return tokens.transpose(1, 2).reshape(2, 4, 14, 14)
 
 
 def writes(self: nn.Module, x: Tensor) -> Tensor:
@@ -56,7 +55,7 @@ REFUSED: dict[str, tuple[nn.Module | Callable[..., Any], str, str]] = {
     "batch_norm": (
         nn.BatchNorm2d(4),
         "b.1 (BatchNorm2d: batch_norm)",
-        "model.norm=frozen_batch|none|layer|ghost_batch",
+        "model.norm=frozen_batch|none|layer|ghost_batch, or parallel.strips_until=<a layer",
     ),
     "group_norm": (
         nn.GroupNorm(2, 4),
@@ -68,9 +67,21 @@ REFUSED: dict[str, tuple[nn.Module | Callable[..., Any], str, str]] = {
         "(InstanceNorm2d: instance_norm)",
         "model.norm=frozen_batch|none|layer",
     ),
-    "attention": (Attention(), "attention over the whole image", "set parallel.strips=1"),
-    "attention_by_hand": (by_hand, "attention over the whole image", "set parallel.strips=1"),
-    "squeeze_excite": (SqueezeExcite(True), "b.1 (SqueezeExcite: mul)", "set parallel.strips=1"),
+    "attention": (
+        nn.Sequential(Attention(), Function(pixels), nn.Conv2d(4, 4, 3)),
+        "b.1.0.attend (MultiheadAttention: bmm) is attention over the whole image",
+        "set parallel.strips_until=<a layer before it>, or set parallel.strips=1",
+    ),
+    "attention_by_hand": (
+        lambda self, x: x @ x.transpose(2, 3),
+        "attention over the whole image",
+        "set parallel.strips=1",
+    ),
+    "squeeze_excite": (
+        SqueezeExcite(True),
+        "b.1 (SqueezeExcite: mul) joins a map with what is pooled over the whole image",
+        "set parallel.strips_until=<a layer before it>, or set parallel.strips=1",
+    ),
     "squeeze_excite_by_mean": (
         SqueezeExcite(False),
         "squeeze-and-excitation",
@@ -92,7 +103,7 @@ REFUSED: dict[str, tuple[nn.Module | Callable[..., Any], str, str]] = {
         "parallel.strips=1",
     ),
     "largest": (
-        lambda self, x: x.amax((2, 3)),
+        lambda self, x: x.norm(dim=(2, 3)),
         "needs all rows of the map at once",
         "parallel.strips=1",
     ),
@@ -161,3 +172,13 @@ def test_a_network_of_the_zoo_with_batch_norm_is_refused_at_its_first_norm() -> 
     named = [(layer.name, module) for layer, module in zip(layers, modules, strict=True)]
     with pytest.raises(StreamingError, match=r"layer stem\.activation\.0 "):
         cut_stages(named, torch.zeros(1, 3, 32, 32), (16, 32))
+
+
+def test_stages_before_and_after_the_layer_of_strips_until() -> None:
+    names = ["stem", "block1", "block10", "head"]
+    stages = [names[:1], names[1:3], names[3:]]
+    for until in ("block1", "block1.conv", "block10"):
+        assert [until_in(stage, names, until) for stage in stages] == [None, until, ""]
+    assert until_in(names, names, None) is None
+    with pytest.raises(ConfigError, match=r"^parallel\.strips_until=block2: is no layer; give one"):
+        until_in(names, names, "block2")

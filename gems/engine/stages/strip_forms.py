@@ -18,7 +18,7 @@ from gems.engine.stages.boundary_tensors import BoundaryTensors
 from gems.errors import ConfigError
 from gems.models.build import TensorSpec, input_spec
 from gems.models.mixed import Precision, compute_in
-from gems.models.streaming_errors import KEY, config_errors
+from gems.models.streaming_errors import KEY, config_errors, until_in
 from gems.streaming.strip_run import Draws
 from gems.streaming.strip_stage import Boundary, StripStage
 
@@ -63,18 +63,20 @@ def find_forms(
     specs: list[tuple[TensorSpec, ...]] = []
     norm_ends: dict[str, tuple[int, ...]] = {}
     num_stages = len(stages.boundaries) - 1
+    layers = [layer.name for layer in stages.layers]
     for stage in range(num_stages):
         names = stages.layer_names(stage)
+        until = until_in(names, layers, parallel.strips_until)
         form = None
         for key in [key for key in modules if key[1] == stage]:
             form = forms[key] = _form(
-                zip(names, modules[key], strict=True), passed, parallel, is_training
+                zip(names, modules[key], strict=True), passed, parallel, is_training, until
             )
         if form is None:
             built = stages.build([stage], 0, precision, "meta")[stage]
             # `build` does not set layers without memory to compute in low precision
             low = (compute_in(module, precision) for module in built)
-            form = _form(zip(names, low, strict=True), passed, parallel, is_training)
+            form = _form(zip(names, low, strict=True), passed, parallel, is_training, until)
         norm_ends |= form.norm_ends
         passed = BoundaryTensors(form.outputs, strips)
         if stage < num_stages - 1:
@@ -123,11 +125,14 @@ def _form(
     passed: BoundaryTensors,
     parallel: ParallelConfig,
     is_training: bool,
+    until: str | None,
 ) -> StripStage:
     named = [(name, module.train(is_training)) for name, module in layers]
     try:
         with torch.set_grad_enabled(is_training), config_errors(parallel.strips):
-            form = StripStage(named, passed.boundaries, parallel.grid, parallel.min_strip_positions)
+            form = StripStage(
+                named, passed.boundaries, parallel.grid, parallel.min_strip_positions, until
+            )
     finally:
         for _, module in named:
             module.train()

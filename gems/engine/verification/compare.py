@@ -28,6 +28,7 @@ from gems.runs.folder import RunFolder
 # of the largest value of its kind, with which smaller tensors are compared; in 16 bits their
 # spacing
 FLOOR = 1e-9
+ZERO = 1e-12  # of the largest value of all tensors
 FLOOR_ABOVE = 1e-4
 Error = tuple[float, str]  # and the tensor that has it
 
@@ -38,15 +39,17 @@ def relative_error(
     """Return the largest of max |a - b| / max |b| over tensors of `ours`, and the tensor's name.
 
     A tensor that is zero except for rounding, such as a bias before a normalisation, is compared
-    with `floor` times the largest value in all of `reference`.
+    with `floor` times the largest value in all of `reference`. One that is zero within the rounding
+    of float64, such as a bias before a softmax, is compared with that value itself.
     """
     if not ours:
         return 0.0, ""
-    least = floor * max(float(value.abs().max()) for value in reference.values())
+    sizes = {name: float(value.abs().max()) for name, value in reference.items()}
+    largest = max(sizes.values())
     errors = {
         name: (
             float((value - reference[name]).abs().max())
-            / max(float(reference[name].abs().max()), least, 1e-300)
+            / max(sizes[name] if sizes[name] > ZERO * largest else largest, floor * largest, 1e-300)
         )
         for name, value in ours.items()
     }

@@ -24,7 +24,7 @@ from gems.config.schema import DataConfig
 from gems.errors import ConfigError, one_line
 from gems.models import Layer, layers_of
 from gems.models.build import build_layers, freeze, input_spec
-from gems.models.streaming_errors import KEY
+from gems.models.streaming_errors import KEY, until_in
 from gems.profile.exactness import Exactness
 from gems.profile.profilers.layers import answer
 from gems.profile.subject import Subject
@@ -199,7 +199,7 @@ class _Comparison:
         self, name: str, module: nn.Module, values: Sequence[Tensor], axes: Axes
     ) -> Axes:
         takes = _boundaries(values, axes, self._grid)
-        form = StripStage([(name, module)], takes, self._grid)
+        form = StripStage([(name, module)], takes, self._grid, until=self._until(name))
         set_row_ends(name, module, form.norm_ends)
         deferred = DeferredGradients()
         with ConstantDraws() if form.draws else nullcontext():  # type: ignore[no-untyped-call]
@@ -221,7 +221,7 @@ class _Comparison:
         takes = _boundaries(values, axes, self._grid)
         with torch.no_grad():
             try:
-                form = StripStage([(name, module)], takes, self._grid)
+                form = StripStage([(name, module)], takes, self._grid, until=self._until(name))
             except StreamingError:  # then whole images are evaluated
                 return None
             with ConstantDraws() if form.draws else nullcontext():  # type: ignore[no-untyped-call]
@@ -229,6 +229,9 @@ class _Comparison:
                 found = infer_streamed(form, takes, values, lambda _: 0)
         self._hold(name, "evaluated in strips", list(tensors_in(found)), wanted)
         return [each.dims for each in form.outputs]
+
+    def _until(self, name: str) -> str | None:
+        return until_in([name], self._names, self._subject.parallel.strips_until)
 
     def _split(self, name: str, module: nn.Module, values: Sequence[Tensor], axes: Axes) -> None:
         wanted, back = play(module, values, lambda given: module(*given))

@@ -9,6 +9,7 @@ import sys
 
 from gems.models import layers_of
 from gems.models.mixed import Precision
+from gems.models.streaming_errors import until_in
 from gems.profile.profilers.fake import fake_lab
 from gems.profile.profilers.layers import answer
 from gems.profile.profilers.strips import images, stage_of
@@ -25,8 +26,13 @@ def take(subject: Subject) -> StripWork:
     precision = Precision.of(subject.train.layer_dtype)
     layers = layers_of(subject.model, subject.data)
     names = [layer.name for layer in layers]
+    until = subject.parallel.strips_until
     _, form = stage_of(
-        subject, layers, (images(subject, precision),), fake_lab(subject.machine, precision)
+        subject,
+        layers,
+        (images(subject, precision),),
+        fake_lab(subject.machine, precision),
+        until_in(names, names, until),
     )
     made = {name: [0] * form.strips for name in names}
     largest = dict.fromkeys(names, (0, 1))
@@ -37,6 +43,10 @@ def take(subject: Subject) -> StripWork:
         if name is not None:
             made[name] = [sum(both) for both in zip(made[name], products, strict=True)]
             largest[name] = max(largest[name], (sum(products), at_once))
+    for name in names:
+        if until_in([name], names, until) == "":  # all of the map, in the last strip
+            made[name] = [*[0] * (form.strips - 1), 1]
+            largest[name] = (1, form.strips)
     even = (1 / form.strips,) * form.strips
     return StripWork(
         tuple(

@@ -23,7 +23,7 @@ from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.models import Layer, layers_of
 from gems.models.build import freeze, input_spec
 from gems.models.mixed import Precision
-from gems.models.streaming_errors import config_errors
+from gems.models.streaming_errors import config_errors, until_in
 from gems.profile.profilers.chain import Lab
 from gems.profile.profilers.fake import fake_lab
 from gems.profile.profilers.layer_run import Loss, give_gradients, static_tensors, task_loss
@@ -48,9 +48,11 @@ def take(subject: Subject) -> StripProfile:
     lab = fake_lab(subject.machine, precision)
     passed: tuple[Boundary, ...] = (images(subject, precision),)
     layers = layers_of(subject.model, subject.data)
+    names = [layer.name for layer in layers]
     stages = []
     for first, end in pairwise(boundaries):
-        modules, form = stage_of(subject, layers[first:end], passed, lab)
+        until = until_in(names[first:end], names, subject.parallel.strips_until)
+        modules, form = stage_of(subject, layers[first:end], passed, lab, until)
         with lab.mode:
             give_gradients(modules)
             loss = task_loss(subject.data) if end == len(layers) else None
@@ -66,9 +68,13 @@ def images(subject: Subject, precision: Precision) -> Boundary:
 
 
 def stage_of(
-    subject: Subject, layers: Sequence[Layer], takes: Sequence[Boundary], lab: Lab
+    subject: Subject,
+    layers: Sequence[Layer],
+    takes: Sequence[Boundary],
+    lab: Lab,
+    until: str | None,
 ) -> tuple[nn.ModuleList, StripStage]:
-    """Return layers on a lab's tensors, and their streaming form.
+    """Return layers on a lab's tensors, and their streaming form up to the layer `until`.
 
     Raises:
         ConfigError: A layer needs the whole image.
@@ -78,7 +84,7 @@ def stage_of(
     freeze(named, subject.optimizer.frozen)
     with config_errors(subject.parallel.strips):
         return modules, StripStage(
-            named, takes, subject.parallel.grid, subject.parallel.min_strip_positions
+            named, takes, subject.parallel.grid, subject.parallel.min_strip_positions, until
         )
 
 

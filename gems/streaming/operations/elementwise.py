@@ -6,9 +6,11 @@ These are elementwise operations, operations along channels, and sums over axes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 from gems.streaming.operations.kernels import drop_rows, plain, run_of
-from gems.streaming.operations.operation import Info, Known, Operation, arguments
+from gems.streaming.operations.operation import UNTIL_ADVICE, Info, Known, Operation, arguments
+from gems.streaming.operations.running import REDUCTIONS, over_positions
 from gems.streaming.operations.spatial import running_sum
 from gems.streaming.trace import Step
 
@@ -31,10 +33,7 @@ def row_for_row(known: Known, step: Step, reads: tuple[int, ...]) -> Operation:
     }
     sizes = {tuple(info.size(axis) for axis in range(len(info.dims))) for info in infos}
     if len(behind) > 1 or len(sizes) > 1:
-        known.refuse(
-            step,
-            "joins maps whose rows do not match, such as one that is pooled over the whole image",
-        )
+        refuse_gate(known, step)
     dims = tuple(None if each is None else step.value.dim() - each for each in behind.pop())
     made = infos[0].moved(step.value, dims)
     if step.operation in ("cat", "concat"):
@@ -67,15 +66,24 @@ def row_for_row(known: Known, step: Step, reads: tuple[int, ...]) -> Operation:
     return Operation(step, made, run, reads, how=how, is_elementwise=is_elementwise)
 
 
+def refuse_gate(known: Known, step: Step) -> NoReturn:
+    """Refuse what takes a map and a value of the whole image."""
+    why = "joins a map with what is pooled over the whole image (squeeze-and-excitation)"
+    known.refuse(step, why, UNTIL_ADVICE, "whole")
+
+
 def reduce(known: Known, step: Step) -> Operation:
-    """Return a sum or mean: a running one over an axis, a plain one over other dimensions."""
+    """Return a reduction: a running one over axes, a plain one over other dimensions."""
     info = known.first(step)
     ndim = info.first.dim()
     over = reduced(step, ndim)
     axes = [dim for dim in over if dim in info.axes]
     if not axes:
         return _over_other_dims(step, info, over)
-    if step.operation not in ("mean", "sum") or over[0] < 2 or len(axes) > 1:
+    is_mean = step.operation in ("mean", "sum") and over[0] >= 2
+    if len(axes) == len(info.axes) and step.operation in REDUCTIONS and not is_mean:
+        return over_positions(known, step, over)
+    if not is_mean or len(axes) > 1:
         known.refuse(step, "needs all rows of the map at once")
     is_kept = arguments(step).get("keepdim")
     dims = tuple(

@@ -56,8 +56,8 @@ class Call:
     """One operation in one block.
 
     `along` are the axes that what it gives has. `seeded` gives its random numbers, `carried` is its
-    sum so far, to which it adds along `summed`. In a block that runs again (`is_again`) it leaves
-    running statistics alone.
+    sum so far, to which it adds along `summed`, or the state of a reduction over all positions. In
+    a block that runs again (`is_again`) it leaves running statistics alone.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Call:
     state: dict[str, Any]
     seeded: Callable[[int | None], AbstractContextManager[None]]
     deferred: DeferredGradients | None
-    carried: Tensor | None
+    carried: Any
     is_again: bool = False
 
 
@@ -354,12 +354,13 @@ def add_up(call: Call) -> Tensor:
             span, there = (0, bins), (0, x.shape[dim])
         whole = along.size_in if dim == along.dim else x.shape[dim]
         made = _along(made, dim, _shares(span, whole, bins, there, state["is_sum"], kind))
-    if call.carried is None or not call.carried.shape[along.dim]:
+    before: Tensor | None = call.carried
+    if before is None or not before.shape[along.dim]:
         return made
-    count = call.carried.shape[along.dim]
+    count = before.shape[along.dim]
     if count == made.shape[along.dim]:
-        return made + call.carried
-    first = made.narrow(along.dim, 0, count) + call.carried
+        return made + before
+    first = made.narrow(along.dim, 0, count) + before
     return torch.cat(
         [first, made.narrow(along.dim, count, made.shape[along.dim] - count)], along.dim
     )

@@ -15,6 +15,7 @@ from gems.streaming.operations.operation import (
     MAP,
     PARTS,
     STATIC,
+    UNTIL_ADVICE,
     WHOLE,
     Info,
     Known,
@@ -37,11 +38,26 @@ def lower(known: Known, step: Step) -> list[Operation]:
         StreamingError: it needs the whole image, or nothing is known of it.
     """
     made = []
-    for each in _separated(known, step):
+    for each in _separated(known, _global_mean(known, step)):
         made.append(_lower(known, each))
         known.infos.append(made[-1].info)
         step = each
     return made
+
+
+def _global_mean(known: Known, step: Step) -> Step:
+    """Return an average pooling of all of a map as a mean, which need not wait for the map."""
+    read = step.args[0] if step.args else None
+    if not isinstance(read, Ref) or not step.operation.startswith("avg_pool"):
+        return step
+    given, info = arguments(step), known.infos[read.number]
+    sizes = list(info.first.shape[2:])
+    kernel = list(spatial.each_of(given["kernel_size"], len(sizes)))
+    padding = spatial.each_of(given["padding"], len(sizes))
+    if kernel != sizes or any(padding) or given.get("divisor_override") or info.kind != MAP:
+        return step
+    args = (read, list(range(2, 2 + len(sizes))), True)
+    return replace(step, target=aten.mean.dim, args=args, kwargs={})
 
 
 def _separated(known: Known, step: Step) -> Iterator[Step]:
@@ -84,9 +100,10 @@ def _lower(known: Known, step: Step) -> Operation:
         info = Info(kind, step.value, (None,) * len(dims) if kind == WHOLE else ())
         return Operation(step, info, run_of(step.operation))
     if WHOLE in kinds:
-        known.refuse(step, "joins rows with what needs the whole image (squeeze-and-excitation)")
+        elementwise.refuse_gate(known, step)
     reads = tuple(ref.number for ref in refs(step) if known.infos[ref.number].kind in (MAP, PARTS))
-    if step.operation in elementwise.ROW_FOR_ROW:
+    is_binary = getattr(step.target, "_overloadname", "") == "other"  # torch.max of two
+    if step.operation in elementwise.ROW_FOR_ROW or is_binary:
         return elementwise.row_for_row(known, step, reads)
     if step.operation not in _LOWER:
         known.refuse(step, "is an operation without a streaming form")
@@ -98,10 +115,15 @@ def draws_numbers(operation: Operation) -> bool:
     if operation.step.operation in ("dropout", "feature_dropout", "alpha_dropout"):
         given = arguments(operation.step)
         return bool(given["train"] and given["p"])
+    if operation.step.operation == "scaled_dot_product_attention":
+        return bool(arguments(operation.step)["dropout_p"])
     return torch.Tag.nondeterministic_seeded in getattr(operation.step.target, "tags", ())
 
 
-_NORM_ADVICE = "use a frozen batch norm, a norm by strip (GhostBatchNorm2d) or over channels"
+_NORM_ADVICE = (
+    "use a frozen batch norm, a norm by strip (GhostBatchNorm2d) or over channels, or"
+    f" {UNTIL_ADVICE}"
+)
 
 
 def _refuse_batch_norm(known: Known, step: Step) -> None:
@@ -114,13 +136,20 @@ def _refuse_norm(known: Known, step: Step, cause: str = "norm") -> None:
         known.refuse(step, "needs statistics of the whole image", _NORM_ADVICE, cause)
 
 
+def is_spatial(step: Step) -> bool:
+    """Return whether a step may read neighbouring positions of a map."""
+    return step.operation.startswith(("conv", "max_pool", "avg_pool", "upsample", "_upsample"))
+
+
 def _refuse_product(known: Known, step: Step) -> None:
     if sum(known.infos[ref.number].kind != STATIC for ref in refs(step)) > 1:
         _refuse_attention(known, step)
 
 
 def _refuse_attention(known: Known, step: Step) -> None:
-    known.refuse(step, "is attention over the whole image")
+    """Refuse attention, unless it has the whole last map anyway."""
+    if not known.is_head or any(known.infos[ref.number].kind == MAP for ref in refs(step)):
+        known.refuse(step, "is attention over the whole image", UNTIL_ADVICE, "whole")
 
 
 _REFUSED: dict[str, Callable[[Known, Step], None]] = {
@@ -153,9 +182,24 @@ _LOWER: dict[str, Callable[[Known, Step], Operation]] = {
     **dict.fromkeys(_any_axes("avg_pool{}d"), _average_pool),
     **dict.fromkeys(_any_axes("adaptive_avg_pool{}d"), spatial.adaptive_average),
     **dict.fromkeys(
-        ("mean", "sum", "var", "std", "var_mean", "linalg_vector_norm", "amax", "amin", "prod"),
+        (
+            "mean",
+            "sum",
+            "var",
+            "std",
+            "var_mean",
+            "linalg_vector_norm",
+            "amax",
+            "amin",
+            "max",
+            "min",
+            "topk",
+            "logsumexp",
+            "prod",
+        ),
         elementwise.reduce,
     ),
+    **dict.fromkeys(_any_axes("adaptive_max_pool{}d"), spatial.adaptive_max),
     **dict.fromkeys(
         (
             "softmax",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
+
+import torch
 
 from gems.streaming.axis_plan import AxisValue
 from gems.streaming.axis_rules import Rule
@@ -19,6 +21,7 @@ MAP = "map"
 WHOLE = "whole"
 STATIC = "static"
 PARTS = "parts"
+UNTIL_ADVICE = "stream until a layer before it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,9 @@ class Operation:
     `is_elementwise` are those whose tensors are broadcast. `how` is what writes its output where
     that is no function of its own: an activation, or a sum or concatenation of what it reads.
     `reads` are the values in blocks that it reads. `rules` has a rule for each axis, or None where
-    it makes each output of the input at the same place. It adds up along the axis `summed`.
+    it makes each output of the input at the same place. It adds up along the axis `summed`. If it
+    has a `finish`, it runs over all positions: its run adds a block to tensors that go from block
+    to block (of the shapes and types `state["kept"]`), of which the last block makes the output.
     """
 
     step: Step
@@ -76,6 +81,7 @@ class Operation:
     summed: int | None = None
     has_zeros: bool = False
     is_elementwise: bool = False
+    finish: Callable[..., Any] | None = None
     state: dict[str, Any] = field(default_factory=dict)
 
     def values(
@@ -85,7 +91,10 @@ class Operation:
 
         There, `reads` are the values that it reads; it takes `together` strips of rows at once.
         """
-        rules = self.rules or (None,) * len(infos[self.reads[0]].dims)
+        source = infos[self.reads[0]]
+        if self.finish is not None:  # what is new in a block is what it reads there
+            return [AxisValue(source.size(axis), reads=reads) for axis in range(len(source.dims))]
+        rules = self.rules or (None,) * len(source.dims)
         is_windowed = any(
             rule is not None and axis != self.summed for axis, rule in enumerate(rules)
         )
@@ -114,6 +123,7 @@ class Known:
     """What is known of the values so far."""
 
     infos: list[Info]
+    is_head: bool = False  # nothing after the next step reads neighbouring positions
 
     def first(self, step: Step) -> Info:
         """Return what is known of a step's first argument, which comes in blocks."""
@@ -225,6 +235,22 @@ def _weights(step: Step) -> set[Weight]:
         elif isinstance(value, list | tuple | Mapping):
             left += value.values() if isinstance(value, Mapping) else value
     return found
+
+
+def with_argument(step: Step, name: str, value: Any) -> Step:
+    """Return a step with another value of an argument."""
+    named = arguments(step) | {name: value}
+    schema = step.target._schema.arguments
+    args = tuple(named[each.name] for each in schema if not each.kwarg_only)
+    return replace(
+        step, args=args, kwargs={each.name: named[each.name] for each in schema if each.kwarg_only}
+    )
+
+
+def reshaped(step: Step, ref: Ref, value: Any) -> Step:
+    """Return a step that changes the shape of a value to that of another, without memory."""
+    args = (ref, list(value.shape))
+    return replace(step, target=torch.ops.aten.reshape.default, args=args, kwargs={}, value=value)
 
 
 def arguments(step: Step) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from gems.streaming.axis_rules import Bins, Lookup, Rule, Transposed, Window
 from gems.streaming.operations import kernels
 from gems.streaming.operations.kernels import Run, plain
 from gems.streaming.operations.operation import MAP, Info, Known, Operation, arguments
+from gems.streaming.operations.running import over_positions
 from gems.streaming.trace import Step
 
 aten = torch.ops.aten
@@ -131,6 +133,15 @@ def adaptive_average(known: Known, step: Step) -> Operation:
     info = check_image(known, step)
     dim = [*info.axes, *changed_axes(info, step)][-1]
     return running_sum(info, step, dim, info.axes[dim], Info(MAP, step.value, info.dims))
+
+
+def adaptive_max(known: Known, step: Step) -> Operation:
+    """Return the maximum of the whole map, the only adaptive one."""
+    info = check_image(known, step)
+    over = range(2, info.value.dim())
+    if step.value[0].numel() > math.prod(info.value.shape[:2]):
+        known.refuse(step, "divides the map into parts, of which it takes the maxima")
+    return over_positions(known, step, over)
 
 
 def changed_axes(info: Info, step: Step) -> list[int]:
