@@ -10,7 +10,7 @@ RUN    ?=
 EVERY  ?= 1
 export HDF5_USE_FILE_LOCKING ?= FALSE
 
-BENCHES = bench-engine bench-peers bench-transports bench-split bench-schedules bench-capped bench-strips bench-emulated bench-profile bench-memory \
+BENCHES = bench-engine bench-peers bench-transports bench-split bench-schedules bench-capped bench-strips bench-streaming bench-emulated bench-profile bench-memory \
           bench-host-overhead bench-outside bench-fidelity bench-planner bench-slide
 
 .PHONY: help setup run submit plan study status logs cancel diagnose resubmit report test test-device test-gloo test-slurm test-wheel coverage docs docs-test lint \
@@ -111,9 +111,9 @@ bench: $(BENCHES)
 $(BENCHES) bench-memory-gpu: setup
 	$(PY) -m scripts.bench.$(subst -,_,$(@:bench-%=%)) $(ARGS)
 
-bench-peers: $(VENV)/.peers
-$(VENV)/.peers: | setup
-	$(VENV)/bin/pip install --quiet --no-deps torchgpipe==0.0.7
+bench-peers bench-streaming: $(VENV)/.peers
+$(VENV)/.peers: Makefile | setup
+	$(VENV)/bin/pip install --quiet --no-deps torchgpipe==0.0.7 lightstream==1.0.7
 	@touch $@
 
 calibrate: setup

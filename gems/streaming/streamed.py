@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -17,21 +18,25 @@ from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.storages import check_unchanged
 from gems.streaming.compare import TOLERANCES, ConstantDraws, largest_difference, play
 from gems.streaming.errors import StreamingError
-from gems.streaming.ghost_norm import set_row_ends
+from gems.streaming.ghost_norm import GhostBatchNorm2d, set_row_ends
 from gems.streaming.strip_run import Draws, RunMode
 from gems.streaming.strip_sample import StripSample
 from gems.streaming.strip_stage import Boundary, StripStage
 
 _SIDES_PX = (32, 64, 128, 256, 512)  # of the images on which a module is compared with itself
 _MASK = 2**63 - 1
+# rows x columns x images of a convolution: the weight gradient of fewer takes mostly time to read
+# and write weights
+MIN_POSITIONS = 1024
 
 
 class Streamed(nn.Module):
     """A module that computes what `module` computes, in strips of rows or in blocks.
 
-    Forward keeps the inputs, and of each strip what later ones need. Backward runs the
-    strips again, last to first, so that the activations of a single strip are held at a time. The
-    parameters are those of `module`, in the mode and with the values that they have at the time.
+    Forward keeps the inputs, of each strip what later ones need, and the activations of the last
+    `kept` strips. Backward runs the other strips again, last to first, so that the activations of a
+    single one are held at a time. The parameters are those of `module`, in the mode and with the
+    values that they have at the time.
     """
 
     def __init__(
@@ -40,6 +45,8 @@ class Streamed(nn.Module):
         takes: Sequence[Boundary],
         grid: Sequence[int],
         until: str | None = None,
+        kept: int = 1,
+        min_positions: int = 1,
     ) -> None:
         """Take the module and the shapes of its inputs.
 
@@ -51,6 +58,8 @@ class Streamed(nn.Module):
         self._takes = tuple(takes)
         self._grid = tuple(grid)
         self._until = until
+        self._kept = kept
+        self._min_positions = min_positions
         self._forms: dict[tuple[bool, ...], StripStage] = {}
         self._form()
 
@@ -73,7 +82,8 @@ class Streamed(nn.Module):
         form = self._form()
         draws = _seeds() if form.draws else None
         if torch.is_grad_enabled():
-            return run_streamed(form, self._takes, inputs, draws, list(self.module.parameters()))
+            parameters = list(self.module.parameters())
+            return run_streamed(form, self._takes, inputs, draws, parameters, kept=self._kept)
         return infer_streamed(form, self._takes, inputs, draws)
 
     def _form(self) -> StripStage:
@@ -84,7 +94,7 @@ class Streamed(nn.Module):
             until = None if self._until is None else f"{name}.{self._until}"
             with torch.enable_grad():
                 self._forms[mode] = StripStage(
-                    [(name, self.module)], self._takes, self._grid, until=until
+                    [(name, self.module)], self._takes, self._grid, self._min_positions, until
                 )
         return self._forms[mode]
 
@@ -95,6 +105,8 @@ def stream(
     divisions: int | Sequence[int],
     check: bool = True,
     until: str | None = None,
+    kept: int = 1,
+    min_positions: int | None = None,
 ) -> Streamed:
     """Return a module that computes `module` part by part, exactly, in less memory.
 
@@ -110,6 +122,12 @@ def stream(
             float64 on a small image of random numbers.
         until: A layer of the module, such as "layer4". All that runs after it takes whole maps in
             the last part, so it may contain any operation.
+        kept: The number of last strips or blocks whose activations are kept for backward. The
+            others run again. With 1, no more is held than with 0: the last strip is the first of
+            backward. Each further one costs memory and saves time.
+        min_positions: The rows x columns x images that a convolution or linear layer takes at
+            least: it waits for strips until there are so many. By default 1024, but 1 in blocks,
+            where it would wait for the full width, and with norms by strip.
 
     Raises:
         StreamingError: The module or the sample cannot be divided, or the results differ.
@@ -122,7 +140,12 @@ def stream(
             f"divisions={divisions} of {_listed([(tuple(each.shape),) for each in samples])}",
             "give images (N, C, H, W) or (N, C, D, H, W), and from 1 part of an axis to its size",
         )
-    streamed = Streamed(module, _boundaries(samples, grid), grid, until)
+    if not 0 <= kept <= math.prod(grid):
+        raise StreamingError(f"kept={kept}", f"give a number from 0 to {math.prod(grid)}")
+    if min_positions is None:
+        is_bound = any(isinstance(each, GhostBatchNorm2d) for each in module.modules())
+        min_positions = 1 if is_bound or len(grid) > 1 else MIN_POSITIONS
+    streamed = Streamed(module, _boundaries(samples, grid), grid, until, kept, min_positions)
     if check:
         _check(module, samples, grid, until)
     return streamed
@@ -135,14 +158,15 @@ def run_streamed(
     draws: Draws | None,
     parameters: Sequence[nn.Parameter],
     deferred: DeferredGradients | None = None,
-    is_run_again: bool = True,
+    kept: int = 1,
 ) -> Any:
     """Run a form on whole inputs, with gradients.
 
-    Without `is_run_again` the graphs of all strips are kept for backward. Weight gradients that can
-    wait go to `deferred`.
+    The graphs of the last `kept` strips are kept for backward; the others run again. Weight
+    gradients that can wait go to `deferred`.
     """
-    image = _Image(form, takes, draws, deferred, is_run_again, len(inputs), list(parameters))
+    num_again = form.strips - kept
+    image = _Image(form, takes, draws, deferred, num_again, len(inputs), list(parameters))
     return form.structured(_apply(image, *inputs, *parameters))
 
 
@@ -171,7 +195,7 @@ class _Image:
         takes: Sequence[Boundary],
         draws: Draws | None,
         deferred: DeferredGradients | None,
-        is_run_again: bool,
+        num_again: int,
         num_inputs: int,
         parameters: list[nn.Parameter],
     ) -> None:
@@ -182,7 +206,7 @@ class _Image:
         self._versions = [each._version for each in parameters]
         self._draws = draws
         self._deferred = deferred
-        self._is_run_again = is_run_again
+        self._num_again = num_again
         self._carried: list[tuple[Tensor, ...]] = []
 
     def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -197,7 +221,7 @@ class _Image:
                 self._sample.forward(
                     _cut(self.takes, inputs, strip, self.form.strips),
                     self._deferred,
-                    is_run_again=self._is_run_again,
+                    is_run_again=strip < self._num_again,
                 )
             )
         return list(tensors_in(self.form.joined(strips)))
@@ -211,7 +235,7 @@ class _Image:
         strips = []
         for strip in reversed(range(self.form.strips)):
             carried = self._carried.pop()
-            if self._is_run_again:
+            if strip < self._num_again:
                 rows = _cut(self.takes, inputs, strip, self.form.strips)
                 self._sample.run_again(strip, rows, carried, self._deferred)
             given = _cut(self.form.outputs, gradients, strip, self.form.strips)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import re
+from pathlib import Path
 
 import psutil
 
@@ -15,6 +17,20 @@ KEPT_BYTES = 1 << 30
 def rss_bytes() -> int:
     """Return the resident memory of this process in bytes."""
     return psutil.Process().memory_info().rss
+
+
+def resident_bytes(name: str) -> int:
+    """Return VmRSS or VmHWM (its peak) of this process; needs Linux."""
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def release_freed_memory() -> None:
+    """Return freed blocks to the kernel, if the C library is glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def keep_freed_memory() -> bool:

@@ -10,7 +10,6 @@ times these.
 
 from __future__ import annotations
 
-import re
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ import tifffile
 from PIL.Image import Resampling, fromarray
 
 from gems.data.tissue import SLIDE_PX, read_slide
+from gems.utils.host_memory import resident_bytes
 from scripts.bench.rig import Table, answered, composed, in_child, log, machine, options, square
 
 LIBRARIES = ("openslide", "tiffslide")
@@ -95,13 +95,6 @@ def open_library(folder: Path) -> None:
     handle = open_slide(folder / "slide.tif")
     handle.read_region((0, 0), 0, (TILE_PX, TILE_PX))
     handle.close()
-
-
-def resident_bytes(name: str) -> int:
-    """Return VmRSS or VmHWM of this process."""
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
 
 
 def write_slide(folder: Path, side_px: int) -> None:

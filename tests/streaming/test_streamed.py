@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gems.config.schema import ModelConfig
 from gems.streaming import Streamed, StreamingError, buffers, stream
+from gems.streaming.strip_stage import StripStage
 from tests.helpers.own_unet import OwnUNet
 from tests.helpers.strips_rig import DTYPE, freeze, zoo
 
@@ -122,8 +123,40 @@ def test_the_graph_of_one_strip_is_held_at_a_time() -> None:
     module = conv_net(nn.Tanh(), nn.Conv2d(8, 8, 3, padding=1), nn.Tanh())
     image = torch.randn(1, 3, 128, 16, dtype=DTYPE)
     whole = peak_of_saved(module, image)
-    in_strips = peak_of_saved(stream(module, image, 16), image)
-    assert in_strips < whole / 3
+    none, last, every = (
+        peak_of_saved(stream(module, image, 16, kept=kept, min_positions=1), image)
+        for kept in (0, 1, 16)
+    )
+    assert none == last < whole / 3
+    assert every > 0.9 * whole
+
+
+@pytest.mark.parametrize(("kept", "again"), [(0, 4), (1, 3), (4, 0)])
+def test_the_last_strips_do_not_run_again(
+    kept: int, again: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = conv_net(nn.ReLU())
+    image = torch.randn(1, 3, 16, 8, dtype=DTYPE)
+    parameters = list(module.parameters())
+    wanted = torch.autograd.grad(module(image).square().sum(), parameters)
+    runs = []
+    forward = StripStage.forward
+
+    def counted(stage: StripStage, strip: int, *rest: Any) -> Any:
+        runs.append(strip)
+        return forward(stage, strip, *rest)
+
+    streamed = stream(module, image, 4, check=False, kept=kept)
+    monkeypatch.setattr(StripStage, "forward", counted)
+    found = torch.autograd.grad(streamed(image).square().sum(), parameters)
+    assert runs == [*range(4), *reversed(range(again))]
+    torch.testing.assert_close(found, wanted)
+
+
+def test_more_strips_to_keep_than_there_are_is_refused_in_one_line() -> None:
+    image = torch.zeros(1, 3, 16, 8, dtype=DTYPE)
+    with pytest.raises(StreamingError, match=r"kept=5.*from 0 to 4"):
+        stream(conv_net(), image, [2, 2], kept=5)
 
 
 def test_gradients_can_be_asked_for_without_adding_to_the_parameters() -> None:

@@ -208,7 +208,7 @@ class _Comparison:
 
             def in_strips(given: Sequence[Tensor]) -> Any:
                 return run_streamed(
-                    form, takes, given, lambda _: 0, parameters, deferred, is_run_again=False
+                    form, takes, given, lambda _: 0, parameters, deferred, kept=form.strips
                 )
 
             found, _ = play(module, values, in_strips, back, partial(deferred.run, lambda: None))
