@@ -89,9 +89,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _raced(model: str, side: int, ways: list[tuple[str, str]], chosen: Any) -> list[Row]:
     """Measure methods in turn, print the rows and what they show, and return the medians."""
-    columns = ("step s=step_s:>8.2f", "resident MB=resident_bytes:>13.0f")
-    columns += ("tensors MB=tensor_bytes:>12.0f", "error:>10.1e")
-    table = Table("model:<14", "side=side_px:<6", "method=way:<18", *columns)
+    columns = ["model:<14", "side=side_px:<6", "method=way:<18", "step s=step_s:>8.2f"]
+    columns += ["resident MB=resident_bytes:>13.0f", "tensors MB=tensor_bytes:>12.0f"]
+    table = Table(*columns, "error:>10.1e")
     with tempfile.TemporaryDirectory() as scratch:
 
         def measure(way: tuple[str, str]) -> Row:
@@ -109,8 +109,7 @@ def _raced(model: str, side: int, ways: list[tuple[str, str]], chosen: Any) -> l
 
         found = in_turns({way: partial(measure, way) for way in ways}, chosen.rounds)
     log("medians; ratios of times, medians over rounds")
-    ratios = ("over whole=whole:>12.3f", "over checkpoint=checkpoint:>17.3f")
-    table = Table("model:<14", "side=side_px:<6", "method=way:<18", *columns[:3], *ratios)
+    table = Table(*columns, "over whole=whole:>12.3f", "over checkpoint=checkpoint:>17.3f")
     rows = []
     for runs in found.values():
         row = {key: _median([run.get(key) for run in runs]) for key in runs[0]}
