@@ -14,6 +14,7 @@ from gems.memory.case import Exposure, MemoryCase, PlanOutcome, exposures
 from gems.memory.plan import Choice
 from gems.memory.registry import POLICIES, plan_of
 from gems.plan.evaluate import policy_case
+from gems.plan.strips_choice import in_words, thin_parts
 from gems.profile.subject import Subject
 from gems.schedule.action import COPY_KINDS, RECV_KINDS, SEND_KINDS
 from gems.simulation.calibration import confidence_of
@@ -78,6 +79,7 @@ def show_memory(spec: RunSpec, options: Options) -> int:
         )
     )
     answer = case_facts(case.profile, case.schedule) | {
+        "division": spec.parallel.strips,
         "limit_bytes": case.limit_bytes,
         "d2h_bytes_per_s": case.d2h_bytes_per_s,
         "h2d_bytes_per_s": case.h2d_bytes_per_s,
@@ -94,6 +96,8 @@ def show_memory(spec: RunSpec, options: Options) -> int:
         return 0
     print(_comparison(answer) if is_comparison else _table(answer))
     print(f"step times are {confidence_of(Subject.of(spec)).words}")
+    if thin := thin_parts(spec, case.profile):
+        print(f"warning: {thin}")
     if picture is not None:
         print(f"picture: {answer['picture']}")
     return 0
@@ -189,7 +193,7 @@ def _head(answer: dict[str, Any]) -> str:
         if answer["limit_bytes"] is None
         else f"limit {answer['limit_bytes'] / MIB:.0f} MiB a rank"
     )
-    strips = f" of {answer['strips']} strips" if answer["strips"] > 1 else ""
+    strips = f" of {in_words(answer['division'])}" if answer["strips"] > 1 else ""
     return (
         f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px, {answer['schedule']}"
         f" on {counted(answer['partitions'], 'rank')},"

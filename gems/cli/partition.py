@@ -15,6 +15,7 @@ from gems.partition.max_model_size import RESOLUTION, Axis, MaxModelSize, max_mo
 from gems.partition.methods import METHODS, PartitionCase
 from gems.plan.draft import Draft
 from gems.plan.largest_image import LargestImage, largest_image
+from gems.plan.strips_choice import in_words, shown
 from gems.utils.tables import table
 from gems.utils.units import GIB, MIB
 
@@ -153,11 +154,10 @@ def _show_largest(spec: RunSpec, axis: str, as_json: bool) -> int:
         print(".", end="", file=sys.stderr, flush=True)
         return Draft(changed).partitioner.case(schedule)
 
-    found = max_model_sizes(Axis(spec, axis), tuple(METHODS), case_of)
-    strips = None
     if axis == RESOLUTION:
         take_in_this_process()
-        strips = largest_image(spec)
+    found = max_model_sizes(Axis(spec, axis), tuple(METHODS), case_of)
+    strips = largest_image(spec) if axis == RESOLUTION else None
     print(file=sys.stderr)
     answer: dict[str, Any] = {
         "source": "predicted",
@@ -232,7 +232,8 @@ def _largest_table(
     if strips:
         more = f", {strips.side_px / ours.value:.2f} x the side of ours" if ours.value else ""
         lines.append(
-            f"in strips (parallel.strips={strips.strips} memory={strips.memory}): {strips.side_px}"
-            f" px, {strips.peak_bytes / GIB:.2f} GiB{more}"
+            f"in {in_words(strips.strips)} (parallel.strips={shown(strips.strips)}"
+            f" memory={strips.memory}): {strips.side_px} px, {strips.peak_bytes / GIB:.2f} GiB,"
+            f" step {strips.step_s:.4g} s{more}"
         )
     return "\n".join(lines)

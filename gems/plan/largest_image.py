@@ -1,56 +1,133 @@
-"""The largest image that a run trains in strips, which are run again unless the run has another memory policy."""
+"""The largest image that a run trains in parts, which are run again unless the run has another memory policy."""
 
 from __future__ import annotations
 
+import math
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
-from gems.config.schema import MemoryConfig, RunSpec
+from gems.config.schema import MAX_STRIPS, MemoryConfig, RunSpec
 from gems.errors import ConfigError, DoesNotFitError
-from gems.partition.max_model_size import RESOLUTION, Axis
+from gems.models import stride_of
+from gems.partition.max_model_size import MAX_VALUES, RESOLUTION, Axis
 from gems.plan.evaluate import evaluate
-from gems.plan.strips_choice import KEY
+from gems.plan.strips_choice import KEY, Division
 
-# Thicker strips hold more of one, thinner ones more of what is carried between them: for a
-# ResNet-50 of 12 000 to 50 000 px about so many rows take least.
-STRIP_ROWS = 256
+STRIP_ROWS = 256  # of a network whose images are divided into strips of rows only
+BLOCK_PX = 1024  # of the first blocks that are tried
+UNIT_PX = 32  # sides of blocks are multiples of it and of the model's stride
 PRECISION = 0.01  # of the answer
+MOST_BLOCKS = math.isqrt(MAX_STRIPS)  # along an axis
 
 
 @dataclass(frozen=True, slots=True)
 class LargestImage:
-    """A square image that trains, in how many strips, and the fullest rank's peak in bytes."""
+    """A square image that trains, its division and step, and the fullest rank's peak in bytes."""
 
     side_px: int
-    strips: int | list[int]
+    strips: Division
     memory: str
     peak_bytes: int
+    step_s: float
 
 
 def largest_image(spec: RunSpec) -> LargestImage | None:
-    """Return the largest square image that a resolved run trains in strips within machine.device_bytes.
+    """Return the largest square image that a resolved run trains in parts within machine.device_bytes.
 
-    None if a layer needs the whole image, or not even a small one fits.
+    The parts are as configured, else square blocks; a network that cannot have blocks is tried in
+    strips of rows. None if a layer needs the whole image, or not even a small one fits.
     """
     memory = MemoryConfig("recompute", recompute="strip") if spec.memory.keeps else spec.memory
-    given = spec.parallel
     axis = Axis(replace(spec, memory=memory), RESOLUTION)
 
     @cache
-    def trained(side_px: int) -> LargestImage | None:
-        strips = given.strips if given.num_strips > 1 else max(2, side_px // STRIP_ROWS)
+    def trained(side_px: int, rows: int, columns: int) -> LargestImage | None:
+        print(".", end="", file=sys.stderr, flush=True)
+        strips: Division = [rows, columns] if columns > 1 else rows
         sized = axis.at(side_px)
         try:
-            peak = evaluate(replace(sized, parallel=replace(sized.parallel, strips=strips))).peak
+            plan = evaluate(replace(sized, parallel=replace(sized.parallel, strips=strips)))
         except DoesNotFitError:
             return None
-        assert peak is not None
-        return LargestImage(side_px, strips, memory.name, peak.device_bytes)
+        assert plan.peak is not None
+        return LargestImage(side_px, strips, memory.name, plan.peak.device_bytes, plan.step_s)
 
+    def divided(grid_of: Callable[[int], tuple[int, int]]) -> LargestImage | None:
+        def at(side_px: int) -> LargestImage | None:
+            return trained(side_px, *grid_of(side_px))
+
+        side_px = axis.search(lambda value: at(value) is not None, STRIP_ROWS, PRECISION)
+        return at(side_px) if side_px else None
+
+    if spec.parallel.num_strips > 1:
+        rows, columns = (*spec.parallel.grid, 1)[:2]
+        return _unless_refused(lambda: divided(lambda _: (rows, columns)))
+    unit_px = math.lcm(UNIT_PX, stride_of(spec.model))
+    return _unless_refused(
+        lambda: _in_blocks(lambda side, count: trained(side, count, count), unit_px)
+    ) or _unless_refused(lambda: divided(lambda side_px: (max(2, side_px // STRIP_ROWS), 1)))
+
+
+def _unless_refused(search: Callable[[], LargestImage | None]) -> LargestImage | None:
+    """Return what a search finds; None if the network cannot be divided."""
     try:
-        side_px = axis.search(lambda value: trained(value) is not None, STRIP_ROWS, PRECISION)
+        return search()
     except ConfigError as error:
         if error.key != KEY:
             raise
         return None
-    return trained(side_px) if side_px else None
+
+
+def _in_blocks(
+    trained: Callable[[int, int], LargestImage | None], unit_px: int
+) -> LargestImage | None:
+    """Return the largest image in square blocks, by its side and the blocks along it.
+
+    Larger blocks hold more of one block, smaller ones more of what is carried between blocks. They
+    are halved from the largest of which four fit, as long as a larger image fits. Images of whole
+    blocks share the profiles of blocks; only the last steps, in which the blocks of the best image
+    grow, need new ones.
+    """
+
+    def fits(block_px: int, count: int) -> bool:
+        return count <= MOST_BLOCKS and trained(block_px * count, count) is not None
+
+    block_px = max(unit_px, BLOCK_PX // unit_px * unit_px)
+    while not fits(block_px, 2):
+        if block_px < 2 * unit_px:
+            return None
+        block_px = block_px // 2 // unit_px * unit_px
+    while 4 * block_px <= MAX_VALUES[RESOLUTION] and fits(2 * block_px, 2):
+        block_px *= 2
+    count = _most(partial(fits, block_px), 2)
+    smaller_px = block_px
+    while smaller_px >= 2 * unit_px:
+        smaller_px = smaller_px // 2 // unit_px * unit_px
+        first = block_px * count // smaller_px + 1
+        if not fits(smaller_px, first):
+            break
+        block_px, count = smaller_px, _most(partial(fits, smaller_px), first)
+    too_large_px = block_px + -(-block_px // count)
+    while too_large_px - block_px > max(unit_px, PRECISION * block_px):
+        middle_px = (block_px + too_large_px) // 2 // unit_px * unit_px
+        if middle_px == block_px:
+            break
+        if fits(middle_px, count):
+            block_px = middle_px
+        else:
+            too_large_px = middle_px
+    return trained(block_px * count, count)
+
+
+def _most(fits: Callable[[int], bool], number: int) -> int:
+    """Return the largest number that fits, from one on that does."""
+    step = 1
+    while fits(number + step):
+        number += step
+        step *= 2
+    while step > 1:
+        step //= 2
+        number += step * fits(number + step)
+    return number

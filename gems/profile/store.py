@@ -6,6 +6,7 @@ A child process takes them if torch is not loaded here.
 from __future__ import annotations
 
 import json
+import math
 import platform
 import re
 import subprocess
@@ -25,7 +26,7 @@ from gems.errors import ConfigError
 from gems.models import layers_of, stride_of
 from gems.profile.model_profile import LIBRARY_BYTES, TIMES, ModelProfile
 from gems.profile.pace import RunPace
-from gems.profile.strip_profile import STRIP_SHARES, StripProfile, StripWork
+from gems.profile.strip_profile import STRIP_SHARES, STRIPS_OVER_WHOLE, StripProfile, StripWork
 from gems.profile.subject import Subject
 from gems.utils.cache import cached, keep_cached, read_cached
 from gems.utils.gpus import may_have_gpu
@@ -141,48 +142,63 @@ def profile_of(subject: Subject) -> ModelProfile:
 def _with_times_of_strips(subject: Subject, profile: ModelProfile) -> ModelProfile:
     """Return a profile with layer times for strips, and each strip's share of the layers.
 
-    A layer's time is the time for an image with the rows of the strips that it takes at once,
-    multiplied by the number of such groups. Strips thinner than the rows that the model shrinks to
-    one row count as that thick. If the model does not take such a short image, or has no streaming
-    form, times stay unchanged.
+    A layer's time is the time for an image with the rows (and columns) of the strips that it takes
+    at once, multiplied by the number of such groups. Strips thinner than what the model shrinks to
+    one row or column count as that thick. If the model does not take such a small image, or has no
+    streaming form, times stay unchanged.
     """
     try:
         work = strip_work_of(subject)
     except ConfigError:
         return profile
-    height = subject.data.height_px
-    stride = stride_of(subject.model)
-    by_rows: dict[int, ModelProfile] = {}
+    sides = subject.data.height_px, subject.data.width_px
+    by_sides: dict[tuple[int, ...], ModelProfile] = {}
     layers = []
     for number, (layer, of_layer) in enumerate(zip(profile.layers, work.layers, strict=True)):
-        rows = max(
-            stride, -(-height * of_layer.at_once // subject.parallel.num_strips // stride) * stride
-        )
-        if rows not in by_rows:
-            by_rows[rows] = _shorter(subject, profile, rows)
-        short = by_rows[rows]
-        share = height / short.height_px
+        of_strips = _sides_of_strips(subject, of_layer.at_once)
+        if of_strips not in by_sides:
+            by_sides[of_strips] = _smaller(subject, profile, of_strips)
+        small = by_sides[of_strips]
+        share = math.prod(sides) / (small.height_px * small.width_px)
         layers.append(
-            replace(layer, **{name: getattr(short.layers[number], name) * share for name in TIMES})
+            replace(layer, **{name: getattr(small.layers[number], name) * share for name in TIMES})
         )
     shares = [list(of_layer.shares) for of_layer in work.layers]
-    return replace(profile, layers=tuple(layers), facts={**profile.facts, STRIP_SHARES: shares})
+    found = replace(profile, layers=tuple(layers), facts={**profile.facts, STRIP_SHARES: shares})
+    whole_s = sum(layer.time_s for layer in profile.layers)
+    slower = sum(layer.time_s for layer in layers) / whole_s if whole_s else 1.0
+    return replace(found, facts={**found.facts, STRIPS_OVER_WHOLE: slower})
 
 
-def _shorter(subject: Subject, profile: ModelProfile, rows: int) -> ModelProfile:
-    """Return the profile of an image of `rows` rows.
+def _sides_of_strips(subject: Subject, at_once: int) -> tuple[int, int]:
+    """Return the height and width of the strips that a layer takes at once, in whole strides."""
+    stride = stride_of(subject.model)
+    rows, columns = (*subject.parallel.grid, 1)[:2]
+    parts = (subject.data.height_px, rows, at_once), (subject.data.width_px, columns, 1)
+    height, width = (
+        min(side, max(stride, -(-side * taken // number // stride) * stride))
+        for side, number, taken in parts
+    )
+    return height, width
 
-    Return the given profile if its image has no more rows, or if the model refuses such an image.
+
+def _smaller(subject: Subject, profile: ModelProfile, sides: tuple[int, int]) -> ModelProfile:
+    """Return the profile of an image with such sides.
+
+    Return the given profile if its image is no larger, or if the model refuses such an image.
     """
-    if rows >= profile.height_px:
+    height, width = sides
+    if sides == (profile.height_px, profile.width_px):
         return profile
     try:
-        short = profile_alone(replace(subject, data=replace(subject.data, height_px=rows)))
+        small = profile_alone(
+            replace(subject, data=replace(subject.data, height_px=height, width_px=width))
+        )
     except ConfigError:
         return profile
     return (
-        short
-        if [layer.name for layer in short.layers] == [layer.name for layer in profile.layers]
+        small
+        if [layer.name for layer in small.layers] == [layer.name for layer in profile.layers]
         else profile
     )
 

@@ -10,6 +10,8 @@ SCHEMA = "gems.strips/2"
 WORK_SCHEMA = "gems.strip_work/1"
 # fact of a profile: the share of each layer's work in each strip
 STRIP_SHARES = "strip_shares"
+# fact of a profile: how many times as long as whole images strips take
+STRIPS_OVER_WHOLE = "strips_over_whole"
 Sizes = tuple[int, ...]  # bytes of storages
 
 

@@ -14,6 +14,7 @@ from gems.data import find_source
 from gems.data.inspection import inspect_data
 from gems.errors import ConfigError
 from gems.plan.evaluate import Plan, evaluate, with_strips_chosen
+from gems.plan.strips_choice import thin_parts
 from gems.profile.exactness import check_exact
 from gems.profile.subject import Subject
 from gems.runs.code_archive import hash_of
@@ -56,6 +57,8 @@ def prepare(
             file=sys.stderr,
         )
     plan = plan or evaluate(spec)
+    if plan.profile is not None and (thin := thin_parts(spec, plan.profile)):
+        print(f"gems: warning: {thin}", file=sys.stderr)
     if spec.machine.is_real:
         inspect_data(spec.data, spec.seed)
         split_by = plan.schedule.name if plan.schedule.has_split_backward else None

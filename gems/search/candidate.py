@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gems.memory.registry import POLICIES
+from gems.plan.strips_choice import KEY, in_words, shown
 from gems.schedule import FAMILIES, Family, Request, Terms
 
 KEEP = "keep"
@@ -22,7 +23,7 @@ class Candidate:
     `cap` is in micro-batches on a rank's part of the model. `parts` is the number of GEMS's
     micro-batches of one run. `chunks` is the number of stages of a rank if the schedule leaves that
     free. `how` is the memory.recompute of a policy that reads it. `strips` is the number of strips
-    of a micro-batch.
+    of a micro-batch, or the rows and columns of its blocks.
     """
 
     partitions: int
@@ -35,7 +36,7 @@ class Candidate:
     chunks: int = 1
     memory: str = KEEP
     how: str = ""
-    strips: int = 1
+    strips: int | tuple[int, ...] = 1
 
     @property
     def family(self) -> Family:
@@ -83,7 +84,7 @@ class Candidate:
         """The schedule with its sizes, as short text."""
         cap = "" if self.cap is None else f" K={self.cap:g}"
         parts = f" parts={self.parts}" if self.parts > 1 else ""
-        strips = f", {self.strips} strips" if self.strips > 1 else ""
+        strips = "" if self.strips == 1 else f", {in_words(self.strips)}"
         return (
             self.schedule + cap + parts + (f" v={self.chunks}" if self.chunks > 1 else "") + strips
         )
@@ -108,7 +109,7 @@ class Candidate:
             "cost=profile",
         ]
         words += [f"parallel.parts={self.parts}"] if self.parts > 1 else []
-        words += [f"parallel.strips={self.strips}"] if self.strips > 1 else []
+        words += [f"{KEY}={shown(self.strips)}"] if self.strips != 1 else []
         words += [f"schedule.chunks={self.chunks}"] if self.chunks > 1 else []
         words += [f"schedule.activation_cap={self.cap:g}"] if self.cap is not None else []
         words += [f"memory.recompute={self.how}"] if self.how else []

@@ -281,7 +281,7 @@ class Planner:
             micro_batch_size=one.micro_batch_size,
             boundaries=None if one.family.is_searched else list(boundaries) or None,
             gpus=None,
-            strips=one.strips,
+            strips=list(one.strips) if isinstance(one.strips, tuple) else one.strips,
         )
         schedule = replace(
             spec.schedule,

@@ -1,6 +1,6 @@
-"""Strips for the pipelines of a plan.
+"""Strips and blocks for the pipelines of a plan.
 
-The same ranks and micro-batches, each image as a row of strips.
+The same ranks and micro-batches, each image in strips of rows or in blocks.
 What ranks hold of strips is found on fake tensors, which takes seconds for each cut. So strips are
 tried for the few pipelines that the search found best, or where nothing fits for those with the
 most partitions.
@@ -8,13 +8,15 @@ most partitions.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 from gems.plan.evaluate import evaluate
-from gems.plan.strips_choice import KEY
+from gems.plan.strips_choice import KEY, divisions
 from gems.search.candidate import Candidate
 from gems.search.choice import Choice
 from gems.search.evaluate import Planner
@@ -40,7 +42,7 @@ def in_strips(
     if planner.spec.model.norm == "ghost_batch":  # with other strips it is another model
         return found
     end = time.perf_counter() + budget_s
-    for one in _candidates(best, asked, planner.spec.data.height_px):
+    for one in _candidates(best, asked, planner.spec):
         if time.perf_counter() > end:
             break
         for tried in (one, replace(one, memory="recompute", how="strip")):
@@ -52,15 +54,15 @@ def in_strips(
                 continue
             except ConfigError as error:
                 if error.key == KEY:
-                    return []
+                    return found
                 break  # counts that the schedule does not serve
     return found
 
 
 def _candidates(
-    best: Sequence[Choice], asked: Sequence[Candidate], height_px: int
+    best: Sequence[Choice], asked: Sequence[Candidate], spec: RunSpec
 ) -> Iterator[Candidate]:
-    """Yield shapes of pipelines with each number of strips and each schedule."""
+    """Yield shapes of pipelines with each schedule, in strips and in about as many blocks."""
     shapes: dict[tuple[int, int, int, int], Candidate] = {}
     ordered = [choice.candidate for choice in best] or sorted(
         asked, key=lambda one: (-one.partitions, one.micro_batch_size)
@@ -69,10 +71,15 @@ def _candidates(
         shapes.setdefault(
             (one.partitions, one.replicas, one.micro_batch_size, one.micro_batches), one
         )
+    height_px = spec.data.height_px
     numbers = sorted({height_px // rows for rows in ROWS if height_px // rows > 1})
+    powers = sorted({2 ** round(math.log2(number)) for number in numbers})
+    tried: list[int | tuple[int, ...]] = [*numbers]
+    divided = [division for power in powers for division in divisions(spec, power)]
+    tried += [tuple(each) for each in divided if isinstance(each, list)]
     for one in list(shapes.values())[:NUM_SHAPES]:
         for schedule in SCHEDULES if one.partitions > 1 else SCHEDULES[:1]:
-            for strips in numbers:
+            for strips in tried:
                 yield Candidate(
                     one.partitions,
                     one.replicas,

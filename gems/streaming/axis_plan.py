@@ -11,11 +11,11 @@ kernels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gems.streaming.axis_rules import Rule, Span
+from gems.streaming.axis_rules import Bins, Rule, Span
 
 FRESH = -1
 Readers = frozenset[int]
@@ -127,6 +127,55 @@ class AxisPlan:
         # a window that consists of absent padding only reads no rows of the piece
         return (Piece(FRESH, *(window if window[0] < window[1] else (own.fresh[0],) * 2)),)
 
+    def readers_by_source(self, number: int, readers: Readers) -> Iterator[Readers]:
+        """Yield the readers of each piece of a track in each part."""
+        for part, own in enumerate(self.track(number, readers)):
+            sources: dict[int, set[int]] = {FRESH: set()}
+            for reader in readers:
+                for piece in self.taken(reader, number, part, own):
+                    sources.setdefault(piece.source, set()).add(reader)
+            yield from map(frozenset, sources.values())
+
+    def shapes_of(self, part: int, tracks: Collection[tuple[int, Readers]]) -> Hashable:
+        """Return a key that is equal for parts with the same shapes in some tracks.
+
+        Such parts have the same numbers of rows, in the same positions relative to one another and
+        to the edges of the map.
+        """
+        return (
+            tuple(self._value_shapes(number, part) for number in range(len(self.values))),
+            tuple(self._track_shapes(number, readers, part) for number, readers in tracks),
+        )
+
+    def _value_shapes(self, number: int, part: int) -> Hashable:
+        value = self.values[number]
+        begin, end = self.new(number, part)
+        first, last = self.window(number, part)
+        sums: Span = (0, 0)  # partial ones, taken and kept
+        if isinstance(value.rule, Bins) and value.is_summed:
+            rows = self.new(value.reads[0], part)
+            sums = value.rule.begun(rows[0]) - begin, value.rule.begun(rows[1]) - end
+        return end - begin, end == value.size, last - first, first < 0, sums
+
+    def _track_shapes(self, number: int, readers: Readers, part: int) -> Hashable:
+        own = self.track(number, readers)[part]
+        start = own.new[0]
+        pieces = [*(Piece(FRESH, *span) for span in (own.fresh, *own.carried))]
+        pieces += [*own.copied, *own.kept]
+        return (
+            own.fresh[0] < 0,
+            len(own.carried),
+            len(own.copied),
+            tuple(_less(piece, start) for piece in pieces),
+            tuple(
+                tuple(
+                    _less(piece, self.window(reader, part)[0])
+                    for piece in self.taken(reader, number, part, own)
+                )
+                for reader in sorted(readers)
+            ),
+        )
+
     def _track_of(self, number: int, readers: Readers) -> tuple[Part, ...]:
         parts: list[Part] = []
         carried: tuple[Span, ...] = ()
@@ -167,6 +216,10 @@ class AxisPlan:
         if value.rule is None:
             return rows
         return min(max(0, value.rule.reads(rows, rows + 1)[0]), size - 1)
+
+
+def _less(piece: Piece, start: int) -> Piece:
+    return Piece(piece.source, piece.begin - start, piece.end - start)
 
 
 def _span(spans: Sequence[Span]) -> Span:

@@ -10,8 +10,11 @@ the carried piece it is, or `FRESH`.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
+from itertools import product
 from typing import Generic, NamedTuple, TypeVar
 
 from gems.streaming.axis_plan import FRESH, AxisPlan, AxisValue, Readers
@@ -61,32 +64,6 @@ class BlockValue:
     copied: list[Place] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
     taken: list[tuple[Place, ...]] = field(default_factory=list)
-
-    def moved(self, size: Sequence[int]) -> Hashable:
-        """Return what is equal for values with equal shapes, of a map of some size.
-
-        Positions are counted from the new box, and in windows from the window's start.
-        """
-        start = [begin for begin, _ in self.new]
-        window = [begin for begin, _ in self.window]
-        return (
-            _less(self.new, start),
-            _less(self.fresh, start),
-            tuple(
-                (ahead[0] < 0, new[1] == end, fresh[0] < 0)
-                for ahead, new, fresh, end in zip(
-                    self.window, self.new, self.fresh, size, strict=True
-                )
-            ),
-            tuple((path, _less(box, start)) for path, box in self.carried.items()),
-            tuple((place.path, _less(place.box, start)) for place in self.copied),
-            tuple((kept.axis, kept.path, _less(kept.place.box, start)) for kept in self.kept),
-            _less(self.window, window),
-            tuple(
-                tuple((each.path, _less(each.box, window)) for each in parts)
-                for parts in self.taken
-            ),
-        )
 
 
 class ByBlock(Generic[K, V]):
@@ -146,20 +123,32 @@ class BlockPlan:
         """Return the sizes of the whole map of a value."""
         return tuple(axis.values[number].size for axis in self.axes)
 
-    def boxes(self, number: int) -> Iterator[Box]:
-        """Yield the new box of a value in each block."""
-        for block in range(self.num_blocks):
-            yield self._new(self.index(block), number)
+    def positions(self, number: int) -> Iterator[int]:
+        """Yield how many positions of a value are new in each block."""
+        extents = [
+            [end - begin for begin, end in (axis.new(number, part) for part in range(parts))]
+            for axis, parts in zip(self.axes, self.grid, strict=True)
+        ]
+        return map(math.prod, product(*extents))
 
-    def shapes_of(self, block: int) -> Hashable:
-        """Return a key that is equal for blocks with the same shapes.
+    @cached_property
+    def kinds(self) -> tuple[tuple[bytes, ...], ...]:
+        """A digest of each part of each axis, equal for parts in which values have equal shapes.
 
-        Such blocks have the same numbers of rows and columns, in the same positions relative to one
-        another and to the edges of the map.
+        What a block has along an axis follows from its part of that axis and from the readers that
+        earlier axes leave, so blocks of equal parts have equal shapes.
         """
-        return tuple(
-            self.at(block, number).moved(self.sizes(number)) for number in range(len(self._reads))
-        )
+        tracks = dict.fromkeys(enumerate(self._all_readers))
+        kinds = []
+        for axis in self.axes:
+            shapes = (repr(axis.shapes_of(part, tracks)) for part in range(axis.num_parts))
+            kinds.append(tuple(blake2b(each.encode(), digest_size=16).digest() for each in shapes))
+            tracks = dict.fromkeys(
+                (number, some)
+                for number, readers in tracks
+                for some in axis.readers_by_source(number, readers)
+            )
+        return tuple(kinds)
 
     def _new(self, index: Index, number: int) -> Box:
         return tuple(axis.new(number, part) for axis, part in zip(self.axes, index, strict=True))
@@ -261,9 +250,3 @@ def sizes(box: Box) -> tuple[int, ...]:
 def offsets(box: Box, start: Box) -> tuple[int, ...]:
     """Return where a box begins in another."""
     return tuple(begin - first for (begin, _), (first, _) in zip(box, start, strict=True))
-
-
-def _less(box: Box, start: Sequence[int]) -> Box:
-    return tuple(
-        (begin - first, end - first) for (begin, end), first in zip(box, start, strict=True)
-    )

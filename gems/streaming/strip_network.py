@@ -266,9 +266,17 @@ class StripNetwork:
             for number in self._statics:
                 yield CarriedTensor("static", number, block + 1)
 
+    def begun(self, block: int) -> tuple[bool, ...]:
+        """Return of which reductions over all positions a block leaves a state."""
+        return tuple(
+            self._has_begun(block, number)
+            for number, operation in enumerate(self.operations, self.num_inputs)
+            if operation.finish is not None
+        )
+
     def _has_begun(self, block: int, number: int) -> bool:
         """Return whether a later block takes what a reduction has of this one and those before."""
         if number not in self._begins:
-            boxes = enumerate(self.plan.boxes(self.planned[number]))
-            self._begins[number] = next(place for place, box in boxes if not is_empty(box))
+            positions = enumerate(self.plan.positions(self.planned[number]))
+            self._begins[number] = next(place for place, num in positions if num)
         return self._begins[number] <= block < self.plan.num_blocks - 1

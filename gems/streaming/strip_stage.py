@@ -10,13 +10,14 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gems.autograd.outputs import map_tensors
+from gems.autograd.outputs import map_tensors, tensors_in
 from gems.streaming.axis_plan import AxisValue
 from gems.streaming.axis_rules import even_ends
 from gems.streaming.block_plan import BlockPlan, Box, index_of, is_empty, sizes
@@ -228,9 +229,35 @@ class StripStage:
         return self._network.given(strip)
 
     def shapes_of(self, strip: int) -> Hashable:
-        """Return a key that is equal for strips whose operations have equal shapes."""
-        taken = [self.carries(source)[place] for source, place in self.given(strip)]
-        return tuple(taken), self.carries(strip), self._network.plan.shapes_of(strip)
+        """Return a key that is equal for strips whose operations have equal shapes.
+
+        They may be of images of different sizes. Values that depend on no input are made in the
+        first strip and kept up to the last.
+        """
+        network = self._network
+        parts = zip(network.plan.kinds, network.plan.index(strip), strict=True)
+        return (
+            (strip == 0, strip == self.strips - 1),
+            (network.begun(strip - 1), network.begun(strip)),
+            *(kinds[part] for kinds, part in parts),
+        )
+
+    @cached_property
+    def values(self) -> Hashable:
+        """The types of all values, and their shapes but for the axes of the image."""
+        return tuple(
+            (
+                info.kind,
+                tuple(
+                    (
+                        each.dtype,
+                        tuple(n for dim, n in enumerate(each.shape) if dim not in info.axes),
+                    )
+                    for each in tensors_in(info.value)
+                ),
+            )
+            for info in self._network.infos
+        )
 
     def work(self) -> Iterator[tuple[str, int, list[int]]]:
         """Yield the work of each operation.
@@ -249,7 +276,7 @@ class StripStage:
             values = source.first
             positions = math.prod(network.plan.sizes(place))
             of_one = values.numel() // positions * products(operation, network.infos)
-            made = [of_one * math.prod(sizes(box)) for box in network.plan.boxes(place)]
+            made = [of_one * new for new in network.plan.positions(place)]
             yield operation.step.name, self._at_once[number], made
 
     def held(self, strip: int) -> tuple[CarriedTensor, ...]:

@@ -44,6 +44,7 @@ def test_layers_that_equal_themselves_are_asked_once(
     assert len([*Path(str(spec.cache_dir)).glob("exactness-*.json")]) == 2
     monkeypatch.setattr(exactness, "take_profile", lambda *_: pytest.fail("asked again"))
     check_exact(Subject.of(spec), "1f1b")
+    check_exact(Subject.of(in_strips(spec, [2, 3])), "1f1b")
     check_exact(Subject.of(in_strips(spec, 1)), None)
     own = replace(spec, model=ModelConfig(name="resnet", depth=20, norm="none"))
     check_exact(Subject.of(own), "1f1b")

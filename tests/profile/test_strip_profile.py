@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from gems.config.schema import DataConfig, ModelConfig, RunSpec
 from gems.errors import ConfigError
+from gems.profile.profilers import strips
 from gems.profile.profilers.fake import fake_profile
 from gems.profile.profilers.strip_work import take as take_work
 from gems.profile.profilers.strips import take
@@ -73,11 +76,41 @@ def test_strips_of_equal_shapes_are_run_once_and_are_equal(
         return forward(form, strip, *given)
 
     monkeypatch.setattr(StripStage, "forward", count)
+    monkeypatch.setattr(strips, "_KNOWN", defaultdict(dict))
     found = take(Subject.of(spec))
     assert len(ran) < 4 * STRIPS
     monkeypatch.setattr(StripStage, "shapes_of", lambda _, strip: strip)
+    monkeypatch.setattr(strips, "_KNOWN", defaultdict(dict))
     assert take(Subject.of(spec)) == found
     assert StripProfile.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_blocks_of_a_larger_image_are_known_from_a_smaller_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only the last block of the stage with the loss runs again: it takes what all others made."""
+
+    def blocks(rows: int, columns: int) -> RunSpec:
+        spec = cut_spec("dilated", 1, 64 * rows)
+        parallel = replace(spec.parallel, strips=[rows, columns])
+        return replace(spec, data=replace(spec.data, width_px=64 * columns), parallel=parallel)
+
+    ran = []
+    measure = strips._Strips._measure
+
+    def count(of_stage: strips._Strips, strip: int, flags: Sequence[bool]) -> object:
+        ran.append(strip)
+        return measure(of_stage, strip, flags)
+
+    monkeypatch.setattr(strips._Strips, "_measure", count)
+    monkeypatch.setattr(strips, "_KNOWN", defaultdict(dict))
+    take(Subject.of(blocks(3, 3)))
+    assert ran == 2 * [*range(9)], "corners, edges and the middle"
+    ran.clear()
+    found = take(Subject.of(blocks(4, 5)))
+    assert ran == [19]
+    monkeypatch.setattr(strips, "_KNOWN", defaultdict(dict))
+    assert take(Subject.of(blocks(4, 5))) == found
 
 
 def test_strips_keep_together_little_more_than_the_whole_image_does() -> None:

@@ -11,9 +11,10 @@ from gems.config.compose import compose
 from gems.config.schema import RunSpec
 from gems.errors import DoesNotFitError
 from gems.plan.evaluate import evaluate, simulate
+from gems.search.candidate import Candidate
 from gems.search.evaluate import Planner
 from gems.search.fastest import fastest
-from gems.search.in_strips import in_strips
+from gems.search.in_strips import _candidates, in_strips
 
 WORDS = (
     "model=resnet20_v1 model.norm=none model.depth=8 data=synthetic data.height_px=128"
@@ -31,7 +32,7 @@ def test_strips_are_among_the_best(spec: RunSpec) -> None:
     """One image on two ranks: they overlap in strips alone."""
     answer, found = fastest(Planner(spec, None), [1], 20, 2.0, in_strips)
     first = found.best[0]
-    assert first.candidate.strips > 1 and first.candidate.partitions == 2
+    assert first.candidate.strips != 1 and first.candidate.partitions == 2
     whole = min(one.step_s for one in found.best if one.candidate.strips == 1)
     assert first.step_s < 0.9 * whole
     chosen = answer["choices"][0]
@@ -50,8 +51,19 @@ def test_strips_fit_where_nothing_does(spec: RunSpec) -> None:
         fastest(Planner(tall, limit), [1], 5, 1.0)
     _, found = fastest(Planner(tall, limit), [1], 5, 1.0, in_strips)
     assert found.best and all(
-        one.most_bytes <= limit and one.candidate.strips > 1 for one in found.best
+        one.most_bytes <= limit and one.candidate.strips != 1 for one in found.best
     )
+
+
+def test_blocks_are_tried_beside_strips(spec: RunSpec) -> None:
+    square = replace(spec, data=replace(spec.data, height_px=1024, width_px=1024))
+    shape = Candidate(2, 1, "1f1b", 1, 1)
+    tried = [one for one in _candidates([], [shape], square) if one.schedule == "1f1b"]
+    assert [one.strips for one in tried] == [4, 8, 16, (2, 2), (4, 2), (4, 4)]
+    blocks = tried[-1]
+    assert blocks.label == "1f1b, 4 x 4 blocks"
+    assert "parallel.strips=[4,4]" in blocks.overrides()
+    assert Planner(square, None).run_of(blocks).parallel.strips == [4, 4]
 
 
 def test_a_network_that_needs_whole_images_has_no_strips(spec: RunSpec) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import gems.plan.strips_choice
 from gems.__main__ import VERBS
 from gems.cli.framework import main
 from gems.config.compose import compose
@@ -16,8 +18,10 @@ from gems.config.constraints import check_constraints
 from gems.config.resolve import run_id
 from gems.config.schema import RunSpec, ScheduleConfig
 from gems.errors import ConfigError, DoesNotFitError
+from gems.models import stride_of
 from gems.plan.evaluate import evaluate, simulate, with_strips_chosen
-from gems.plan.strips_choice import GAIN, with_fastest_strips
+from gems.plan.strips_choice import GAIN, Division, divisions, thin_parts, with_fastest_strips
+from gems.profile.store import take_in_this_process
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
 from tests.helpers import toys
@@ -162,8 +166,127 @@ def test_the_folder_of_a_run_has_the_number_and_the_id_of_the_run_with_it_given(
 
 
 @pytest.fixture(scope="module")
+def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
+    """A square image on one GPU whose kernels take time to launch, each part run again."""
+    take_in_this_process()
+    words = "model=resnet20_v1 model.norm=none model.depth=8 data=synthetic data.height_px=64"
+    words += " data.width_px=64 machine=h200 schedule=layer_parallel parallel.partitions=1"
+    words += " memory=recompute memory.recompute=strip parallel.strips=0"
+    return compose([*words.split(), f"cache_dir={tmp_path_factory.mktemp('cache')}"])
+
+
+def divided(spec: RunSpec, division: Division) -> RunSpec:
+    return replace(spec, parallel=replace(spec.parallel, strips=division))
+
+
+def with_limit(spec: RunSpec, limit_bytes: int) -> RunSpec:
+    return replace(spec, machine=replace(spec.machine, device_bytes=limit_bytes))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_of_all_divisions_the_fastest_that_fits_is_chosen(on_gpu: RunSpec, seed: int) -> None:
+    """Launches make more parts slower; on several ranks, parts overlap; blocks hold less or more."""
+    draw = random.Random(seed)
+    ranks = draw.choice((1, 1, 4))
+    launch_s = draw.choice((0.02, 0.1, 0.5))
+    of_strips, of_columns = draw.uniform(0.5, 4), draw.uniform(0.2, 4)
+    limit = draw.randint(10, 900)
+
+    def judge(run: RunSpec) -> tuple[float, int]:
+        rows, columns = (*run.parallel.grid, 1)[:2]
+        parts = rows * columns
+        step_s = (1 + (ranks - 1) / parts) * (1 + launch_s * parts * (1 + 0.05 * (columns > 1)))
+        return step_s, round(1000 / parts + of_strips * (rows - 1) + of_columns * (columns - 1))
+
+    def step_s(run: RunSpec) -> float:
+        seconds, num_bytes = judge(run)
+        if num_bytes > limit:
+            raise DoesNotFitError("rank 0", num_bytes, limit, "use less")
+        return seconds
+
+    numbers = [2**power for power in range(7)]
+    judged = [judge(divided(on_gpu, one)) for n in numbers for one in divisions(on_gpu, n)]
+    fitting = [seconds for seconds, num_bytes in judged if num_bytes <= limit]
+    if not fitting:
+        with pytest.raises(DoesNotFitError, match="no division needs less than"):
+            with_fastest_strips(on_gpu, step_s)
+    else:
+        assert judge(with_fastest_strips(on_gpu, step_s))[0] == min(fitting)
+
+
+def test_blocks_are_square_and_not_thinner_than_what_streams(on_gpu: RunSpec) -> None:
+    assert [list(divisions(on_gpu, 2**power)) for power in range(5)] == [
+        [1],
+        [2],
+        [4, [2, 2]],
+        [8, [4, 2]],
+        [16, [4, 4]],
+    ]
+    stride = stride_of(on_gpu.model)
+    assert list(divisions(on_gpu, (64 // stride) ** 2))[1:] == [[64 // stride] * 2]
+    assert len(list(divisions(on_gpu, 4 * (64 // stride) ** 2))) == 1
+    wide = replace(on_gpu, data=replace(on_gpu.data, width_px=1024))
+    assert list(divisions(wide, 16)) == [16, [2, 8]]
+
+
+def test_a_division_into_blocks_is_chosen_by_profile(
+    on_gpu: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gems.plan.strips_choice, "PATIENCE", 1)
+    asked: list[Division] = [2, 4, [2, 2], 8, [4, 2]]
+    plans = {str(one): evaluate(divided(on_gpu, one)) for one in asked}
+    peaks = {name: plan.peak.device_bytes for name, plan in plans.items() if plan.peak}
+    limit = min(peaks[str(one)] for one in asked if isinstance(one, list))
+    fitting = {name for name, peak in peaks.items() if peak <= limit}
+    fastest = min(fitting, key=lambda name: plans[name].step_s)
+    chosen = evaluate(with_limit(on_gpu, limit))
+    assert chosen.step_s == pytest.approx(plans[fastest].step_s, rel=GAIN)
+    assert str(chosen.spec.parallel.strips) in fitting
+
+
+def test_where_more_parts_save_little_the_error_says_so(on_gpu: RunSpec) -> None:
+    needed = {1: 900, 2: 500, 4: 300, 8: 290}
+
+    def step_s(run: RunSpec) -> float:
+        parts = run.parallel.num_strips
+        more = 10 * isinstance(run.parallel.strips, list)
+        raise DoesNotFitError("rank 0", needed[parts] - more, 280, "use less")
+
+    with pytest.raises(DoesNotFitError) as raised:
+        with_fastest_strips(on_gpu, step_s)
+    assert raised.value.needed_bytes == 280
+    assert raised.value.advice == (
+        "no division needs less than parallel.strips=[4,2], and twice as many parts save less than"
+        " 5 %; use less"
+    )
+
+
+def test_parts_that_are_thin_for_their_gpu_are_warned_of(
+    on_gpu: RunSpec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    many = divided(on_gpu, [4, 4])
+    profile = evaluate(many).profile
+    assert profile is not None
+    warning = thin_parts(many, profile)
+    assert warning is not None and warning.startswith(
+        "parallel.strips=[4,4]: parts of 16 x 16 px take 9"
+    )
+    slow = replace(many, machine=replace(many.machine, launch_s=None))
+    assert thin_parts(slow, profile) is None
+    whole = evaluate(divided(on_gpu, 1))
+    assert whole.profile is not None and thin_parts(whole.spec, whole.profile) is None
+    words = f"cache_dir={on_gpu.cache_dir} model=resnet20_v1 model.norm=none model.depth=8"
+    words += " data=synthetic data.height_px=64 data.width_px=64 machine=h200 memory=recompute"
+    words += " schedule=layer_parallel parallel.partitions=1 memory.recompute=strip"
+    assert main("gems", VERBS, ["memory", *words.split(), "parallel.strips=[4,4]"]) == 0
+    shown = capsys.readouterr().out
+    assert "of 4 x 4 blocks" in shown and f"warning: {warning}" in shown
+
+
+@pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
     """One image a step through a ResNet without norms on two ranks."""
+    take_in_this_process()
     model = replace(toys.make_spec("1f1b", 2).model, norm="none", depth=8)
     data = replace(toys.make_spec("1f1b", 2).data, height_px=64, width_px=8)
     made = toys.make_spec(

@@ -8,7 +8,8 @@ parallel.boundaries, and prints its strip profile.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -35,6 +36,11 @@ from gems.streaming.operations.operation import STATIC
 from gems.streaming.strip_run import RunMode
 from gems.streaming.strip_stage import Boundary, StripStage
 
+IMAGE_SIZES = ("data.height_px", "data.width_px")
+_Known = dict[Hashable, tuple[StripBytes, list[bool]]]
+# By stage: an image of another size, or in another division, often has strips of the same shapes.
+_KNOWN: dict[Hashable, _Known] = defaultdict(dict)
+
 
 def take(subject: Subject) -> StripProfile:
     """Return the strips of a resolved run that is cut at parallel.boundaries.
@@ -49,6 +55,10 @@ def take(subject: Subject) -> StripProfile:
     passed: tuple[Boundary, ...] = (images(subject, precision),)
     layers = layers_of(subject.model, subject.data)
     names = [layer.name for layer in layers]
+    seen = {name: value for name, value in subject.layers.items() if name not in IMAGE_SIZES}
+    model = repr(
+        (seen, subject.machine.device, subject.optimizer.frozen, subject.parallel.strips_until)
+    )
     stages = []
     for first, end in pairwise(boundaries):
         until = until_in(names[first:end], names, subject.parallel.strips_until)
@@ -56,7 +66,8 @@ def take(subject: Subject) -> StripProfile:
         with lab.mode:
             give_gradients(modules)
             loss = task_loss(subject.data) if end == len(layers) else None
-            stages.append(_Strips(form, modules, passed, first == 0, loss, lab).all())
+            strips = _Strips(form, modules, passed, first == 0, loss, lab)
+            stages.append(strips.all(_KNOWN[model, first, end, form.values]))
         passed = form.outputs
     return StripProfile(tuple(boundaries), tuple(stages))
 
@@ -109,6 +120,22 @@ class _Forward(NamedTuple):
     loss: tuple[GradientEdge, list[Cut]] | None
 
 
+class _Kept(NamedTuple):
+    """A tensor that a strip keeps for the strip `step` strips later."""
+
+    step: int
+    size: int
+    is_static: bool
+
+
+class _Waiting(NamedTuple):
+    """A tensor that waits for a strip: whether it needs a gradient, and the bytes of both."""
+
+    has_gradient: bool
+    size: int
+    gradient: int
+
+
 class _Strips:
     """The strips of a stage, which run on fake tensors."""
 
@@ -127,44 +154,43 @@ class _Strips:
         self._loss = loss
         self._workspace = lab.workspace
         self._static = static_tensors(modules)
-        self._known: dict[Hashable, tuple[StripBytes, list[bool]]] = {}
 
-    def all(self) -> tuple[StripBytes, ...]:
-        """Return the bytes of all strips."""
-        found = []
-        needs: list[list[bool]] = []
+    def all(self, known: _Known) -> tuple[StripBytes, ...]:
+        """Return the bytes of all strips; those that are known by their shapes do not run."""
+        kept: dict[Hashable, list[_Kept]] = {}
+        arriving: dict[int, list[_Waiting]] = defaultdict(list)  # by the strip that takes it
+        left = back = 0
+        strips = []
         for strip in range(self._form.strips):
-            flags = [needs[source][place] for source, place in self._form.given(strip)]
-            key = self._is_last(strip), tuple(flags), self._form.shapes_of(strip)
-            if key not in self._known:
-                self._known[key] = self._measure(strip, flags)
-            one, made = self._known[key]
-            found.append(one)
-            needs.append(made)
-        return tuple(self._with_pending(found, needs))
+            shapes = self._form.shapes_of(strip)
+            if shapes not in kept:
+                kept[shapes] = self._kept_after(strip)
+            taken = arriving.pop(strip, [])
+            flags = tuple(each.has_gradient for each in taken)
+            has_loss = self._loss is not None and self._is_last(strip)
+            key = shapes, flags, self._form.outputs if has_loss else ()
+            if key not in known:
+                known[key] = self._measure(strip, flags)
+            one, needs = known[key]
+            carried_back = back
+            for item, has_gradient in zip(kept[shapes], needs, strict=True):
+                gradient = item.size * has_gradient
+                own = 0 if item.is_static else item.size
+                arriving[strip + item.step].append(_Waiting(has_gradient, own, gradient))
+                left += own
+                back += gradient
+            left -= sum(each.size for each in taken)
+            back -= sum(each.gradient for each in taken)
+            strips.append(replace(one, left=left, carried_back=carried_back))
+        return tuple(strips)
 
-    def _with_pending(
-        self, strips: Sequence[StripBytes], needs: Sequence[Sequence[bool]]
-    ) -> Iterator[StripBytes]:
-        """Yield strips with the bytes of all that waits after them, on the way there and back.
-
-        `needs` says which tensors that a strip leaves need a gradient.
-        """
-        pending: list[tuple[int, int, int]] = []  # the strip that takes it, bytes, of the gradient
-        for strip, one in enumerate(strips):
-            back = sum(gradient for *_, gradient in pending)
-            items = zip(
-                self._form.held(strip), self._form.carries(strip), needs[strip], strict=True
+    def _kept_after(self, strip: int) -> list[_Kept]:
+        return [
+            _Kept(held.to - strip, torch.Size(shape).numel() * dtype.itemsize, held.kind == STATIC)
+            for held, (shape, dtype) in zip(
+                self._form.held(strip), self._form.carries(strip), strict=True
             )
-            for held, (shape, dtype), has_gradient in items:
-                size = torch.Size(shape).numel() * dtype.itemsize
-                if held.kind != STATIC:
-                    pending.append((held.to, size, size * has_gradient))
-                elif has_gradient and held.to == strip + 1:
-                    pending.append((held.to, 0, size))
-            pending = [each for each in pending if each[0] > strip]
-            left = sum(size for _, size, _ in pending)
-            yield replace(one, left=left, carried_back=back)
+        ]
 
     def _is_last(self, strip: int) -> bool:
         return strip == self._form.strips - 1
