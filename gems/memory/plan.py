@@ -228,7 +228,7 @@ def add_memory(schedule: Schedule, plan: MemoryPlan) -> Schedule:
     A schedule that has memory actions already (`plan_of_schedule`) keeps them, and only gets the
     segments. A copied segment gets OFFLOAD after its forward, FREE and PREFETCH at the plan's
     distances, and AWAIT if the plan says so. A recomputed segment gets R before its backward, and
-    after its PREFETCH. Copies that are posted at the same place come back in the order in which
+    after its PREFETCH; not so a strip whose backward follows its forward. Copies that are posted at the same place come back in the order in which
     they are needed. If a copy would have to come back before it has left, that micro-batch has no
     copy: this happens for the last ones before the turn.
     """
@@ -292,7 +292,10 @@ def _with_memory(
             after.setdefault(back, []).append(action._replace(kind=Kind.AWAIT))
     for index, action in enumerate(compute):
         yield from before.get(index, ())
-        if action.kind in (Kind.B, Kind.I) and plan.segment(place_of(action)).choice.is_recomputed:
-            yield action._replace(kind=Kind.R)
+        is_backward = action.kind in (Kind.B, Kind.I)
+        if is_backward and plan.segment(place_of(action)).choice.is_recomputed:
+            made = index_of[action._replace(kind=Kind.F)]
+            if made < index - 1 or schedule.num_strips == 1:
+                yield action._replace(kind=Kind.R)
         yield action
         yield from after.get(index, ())
