@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gems.autograd.outputs import as_tuple
 from gems.engine.stage import Loss, Tensors
 from gems.engine.stages.layer_graphs import (
+    Gradients,
     LayerGraphs,
     LossPass,
     NotCapturedError,
@@ -77,12 +78,29 @@ class Captures:
             _log.warning("%s runs without CUDA graphs: %s", self.name, reason)
 
 
+class Replays(Protocol):
+    """The graphs of one forward and its backward: `LayerGraphs`, or those of a strip."""
+
+    @property
+    def flags(self) -> Sequence[bool]:
+        """Return which outputs have a gradient."""
+
+    def forward(self, inputs: Sequence[Tensor]) -> Any:
+        """Replay F, and return copies of its outputs."""
+
+    def backward(self, gradients: Gradients) -> Gradients:
+        """Replay B or I, and return copies of the gradients of the inputs."""
+
+    def backward_weight(self) -> None:
+        """Replay W."""
+
+
 @dataclass(slots=True)
 class _Flight:
     """A micro-batch from its forward to the end of its backward; without graphs it runs eagerly."""
 
     layouts: Layouts
-    graphs: LayerGraphs | None
+    graphs: Replays | None
     inputs: Tensors
     loss: LossPass | None = None
 
@@ -104,7 +122,7 @@ class GraphedStage(WrappedStage):
         self._is_split = is_split
         self._whole = stage
         self._captures = captures
-        self._free: dict[Layouts, list[LayerGraphs]] = {}  # a key: its first backward has ended
+        self._free: dict[Layouts, list[Replays]] = {}  # a key: its first backward has ended
         self._flights: dict[int, _Flight] = {}
         self._new_bytes: dict[int, int | None] = {}  # of slots made; None: the index runs eagerly
         self._inferred: tuple[Layouts, LayerGraphs | None] = (), None
@@ -124,9 +142,9 @@ class GraphedStage(WrappedStage):
         if graphs is None:
             return self.stage.forward(index, inputs, loss, is_split)
         outputs = graphs.forward(inputs)
-        if loss is None:
+        if loss is None or not self._is_end(index):
             return as_tuple(outputs)
-        flight.loss = LossPass.forward(loss, outputs, graphs.source.flags)
+        flight.loss = LossPass.forward(loss, outputs, graphs.flags)
         return (flight.loss.value,)
 
     def recompute(
@@ -202,7 +220,11 @@ class GraphedStage(WrappedStage):
         """Return the number of micro-batches whose backward is not complete."""
         return len(self._flights)
 
-    def _take(self, index: int, layouts: Layouts, inputs: Sequence[Tensor]) -> LayerGraphs | None:
+    def _is_end(self, index: int) -> bool:
+        """Return whether a loss follows this forward on the last stage."""
+        return True
+
+    def _take(self, index: int, layouts: Layouts, inputs: Sequence[Tensor]) -> Replays | None:
         """Return a free slot, or a new one; None if the micro-batch must run eagerly."""
         self._new_bytes[index] = None
         free = self._free.get(layouts)

@@ -238,6 +238,11 @@ class LayerGraphs:
         ]
 
     @property
+    def flags(self) -> Sequence[bool]:
+        """Return which outputs have a gradient."""
+        return self.source.flags
+
+    @property
     def _backward_kind(self) -> Kind:
         return Kind.I if self.source.is_split else Kind.B
 
