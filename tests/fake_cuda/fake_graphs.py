@@ -241,8 +241,7 @@ SCHEDULES = {
     "bf16_mixed": {"train__precision": "bf16_mixed"},
     "fp16_mixed": {"train__precision": "fp16_mixed"},
     "1f1b in strips": {"parallel__strips": 4, "model__norm": "ghost_batch"},
-    "zb_h1 in strips": {"parallel__strips": 3, "model__norm": "ghost_batch"},
-    "gpipe in strips": {"parallel__strips": 3, "model__norm": "none"},  # no buffers to compare
+    "zb_h1 in strips": {"parallel__strips": 3, "model__norm": "none"},  # no buffers to compare
     "gems_master in strips": {"parallel__strips": 2, "model__norm": "frozen_batch"},
 }
 
