@@ -228,9 +228,10 @@ def add_memory(schedule: Schedule, plan: MemoryPlan) -> Schedule:
     A schedule that has memory actions already (`plan_of_schedule`) keeps them, and only gets the
     segments. A copied segment gets OFFLOAD after its forward, FREE and PREFETCH at the plan's
     distances, and AWAIT if the plan says so. A recomputed segment gets R before its backward, and
-    after its PREFETCH; not so a strip whose backward follows its forward. Copies that are posted at the same place come back in the order in which
-    they are needed. If a copy would have to come back before it has left, that micro-batch has no
-    copy: this happens for the last ones before the turn.
+    after its PREFETCH; not so a strip whose backward follows its forward. Copies that are posted at
+    the same place come back in the order in which they are needed. If a copy would have to come
+    back before it has left, that micro-batch has no copy: this happens for the last ones before the
+    turn.
     """
     if schedule.has_memory_actions:
         rank_schedules = tuple(

@@ -352,17 +352,17 @@ class StripStage:
 
     def _add_norm(self, known: Known, operation: Operation, plan: BlockPlan, place: int) -> None:
         if len(plan.grid) > 1:
-            known.refuse(operation.step, "normalizes strips of rows", "divide rows only")
+            known.refuse(operation.step, "normalizes strips of rows", "divide rows only", "")
         ends = plan.axes[0].ends[place]
         value = operation.info.value
         name = operation.step.name
         positions = value.numel() // (value.shape[1] * operation.info.size(0))  # of a row
         if any(0 < (end - begin) * positions < 2 for begin, end in pairwise((0, *ends))):
             known.refuse(
-                operation.step, "has a single value of a channel in a strip", "use fewer strips"
+                operation.step, "has a single value of a channel in a strip", "use fewer strips", ""
             )
         if self.norm_ends.get(name, ends) != ends:
-            known.refuse(operation.step, "normalizes several maps of unlike rows")
+            known.refuse(operation.step, "normalizes several maps of unlike rows", "", "")
         self.norm_ends[name] = ends
 
     def _boundary(self, number: int) -> Boundary:

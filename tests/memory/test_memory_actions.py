@@ -18,6 +18,7 @@ from gems.schedule.formats.schedule_json import from_json, to_json
 from gems.schedule.lower import compute_only, lower
 from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import simulate
+from gems.schedule.strips import with_strips
 from gems.schedule.validate import validate
 from tests.helpers.profiles import random_profile
 
@@ -44,6 +45,13 @@ def words(schedule: Schedule, rank: int = 0) -> str:
 def layer_by_layer(*segments: Segment) -> str:
     plan = MemoryPlan("test", (segments,))
     return words(add_memory(generate("layer_parallel", 1, 1), plan))
+
+
+def test_a_strip_whose_backward_follows_its_forward_is_not_run_again() -> None:
+    plan = MemoryPlan("test", ((Segment(0, 1, Choice.RECOMPUTE),),))
+    strips = add_memory(with_strips(generate("layer_parallel", 1, 1), 2), plan)
+    assert words(strips) == "0.0F0 0.0F1 0.0B1 0.0R0 0.0B0"
+    assert layer_by_layer(Segment(0, 1, Choice.RECOMPUTE)) == "0.0F0 0.0R0 0.0B0"
 
 
 def test_an_offloaded_layer_leaves_behind_its_forward_and_is_back_for_its_backward() -> None:

@@ -277,6 +277,10 @@ LAYERS: dict[str, Callable[..., Any]] = {
     "subsampled": Function(lambda self, x: functional.pad(x[:, :, ::3, ::2], (0, 0, 0, 0, 0, 2))),
     "pixel_shuffle": nn.PixelShuffle(2),
     "product": Function(lambda self, x: functional.avg_pool2d(x, 5, 1, 2) * x),
+    "largest_channels": Function(
+        lambda self, x: (x.max(1, keepdim=True)[0] + x.topk(2, 1)[0], x.logsumexp(1))
+    ),
+    "larger": Function(lambda self, x: torch.max(x, functional.avg_pool2d(x, 3, 1, 1))),
     "difference": Function(lambda self, x: x - functional.avg_pool2d(x, 3, 1, 1)),
 }
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from gems.streaming.operations.kernels import drop_rows, plain, run_of
-from gems.streaming.operations.operation import UNTIL_ADVICE, Info, Known, Operation, arguments
+from gems.streaming.operations.operation import Info, Known, Operation, arguments
 from gems.streaming.operations.running import REDUCTIONS, over_positions
 from gems.streaming.operations.spatial import running_sum
 from gems.streaming.trace import Step
@@ -69,7 +69,7 @@ def row_for_row(known: Known, step: Step, reads: tuple[int, ...]) -> Operation:
 def refuse_gate(known: Known, step: Step) -> NoReturn:
     """Refuse what takes a map and a value of the whole image."""
     why = "joins a map with what is pooled over the whole image (squeeze-and-excitation)"
-    known.refuse(step, why, UNTIL_ADVICE, "whole")
+    known.refuse(step, why)
 
 
 def reduce(known: Known, step: Step) -> Operation:

@@ -149,7 +149,7 @@ def _refuse_product(known: Known, step: Step) -> None:
 def _refuse_attention(known: Known, step: Step) -> None:
     """Refuse attention, unless it has the whole last map anyway."""
     if not known.is_head or any(known.infos[ref.number].kind == MAP for ref in refs(step)):
-        known.refuse(step, "is attention over the whole image", UNTIL_ADVICE, "whole")
+        known.refuse(step, "is attention over the whole image")
 
 
 _REFUSED: dict[str, Callable[[Known, Step], None]] = {

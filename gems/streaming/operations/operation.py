@@ -21,7 +21,7 @@ MAP = "map"
 WHOLE = "whole"
 STATIC = "static"
 PARTS = "parts"
-UNTIL_ADVICE = "stream until a layer before it"
+UNTIL_ADVICE = "pass until=<a layer before it>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,9 @@ class Known:
             self.refuse(step, "takes rows elsewhere than as its first argument")
         return self.infos[argument.number]
 
-    def refuse(self, step: Step, why: str, advice: str = "", cause: str = "") -> NoReturn:
+    def refuse(
+        self, step: Step, why: str, advice: str = UNTIL_ADVICE, cause: str = "whole"
+    ) -> NoReturn:
         """Raise StreamingError for a step that cannot run in blocks."""
         where = f"layer {step.name} ({step.kind}: {step.operation})"
         raise StreamingError(f"{where} {why}", advice, cause)
@@ -168,7 +170,9 @@ def refuse_changed(known: Known, operations: Sequence[Operation]) -> None:
             continue
         for step in (each.step for each in using):
             if weight in changed_weights(step.args, step.kwargs, step.target):
-                known.refuse(step, f"changes {weight.name}, which the layer uses elsewhere too")
+                known.refuse(
+                    step, f"changes {weight.name}, which the layer uses elsewhere too", "", ""
+                )
 
 
 def is_ghost_norm(step: Step) -> bool:
