@@ -73,13 +73,15 @@ class StashMeter(torch.autograd.graph.saved_tensors_hooks):
     Attributes:
         known: the addresses of the storages of `known`.
         saved: the bytes of other storages by address.
-        tensors: tensors of these.
+        held: tensors of these, if the meter `holds` them. Clear it when they may go: the meter
+            refers to itself.
     """
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
+    def __init__(self, known: Iterable[Tensor], holds: bool = False) -> None:
         self.known = storage_addresses(known)
         self.saved: dict[int, int] = {}
-        self.tensors: list[Tensor] = []
+        self.held: list[Tensor] = []
+        self._holds = holds
         # saved-tensor hooks switch off autograd's own check for changes in place
         super().__init__(
             self._pack, lambda packed: check_unchanged(packed[0], packed[1], "forward")
@@ -91,7 +93,8 @@ class StashMeter(torch.autograd.graph.saved_tensors_hooks):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self.known:
                 self.saved[storage.data_ptr()] = storage.nbytes()
-                self.tensors.append(tensor)
+                if self._holds:
+                    self.held.append(tensor)
         return tensor, tensor._version
 
     def __enter__(self) -> Self:  # type: ignore[override]

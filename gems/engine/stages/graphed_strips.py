@@ -182,6 +182,7 @@ class _Slot:
             received = [each for each in own.output_gradients if each is not None]
             made = layers.backward(own.output_gradients)
             own.input_gradients = _apart(made, storage_addresses(received))
+        meter.held.clear()
         around = storage_sizes([*received, *own.input_gradients])
         known = storage_addresses([*own.inputs, *tensors_in(own.outputs)]) | meter.known
         left = self.stage.left_bytes(layers.index)

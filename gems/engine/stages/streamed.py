@@ -145,9 +145,9 @@ class StreamedStage(InStrips):
         self._images.clear()
 
     def meter(self, index: int, inputs: Sequence[Tensor]) -> StashMeter:
-        """Return a meter of what the next forward of an image saves of its own."""
+        """Return a meter that holds what the next forward of an image saves of its own."""
         image, _ = self._image_of(index)
-        return StashMeter(self._known([*inputs, *image.sample.static]))
+        return StashMeter(self._known([*inputs, *image.sample.static]), holds=True)
 
     def forget_image(self, number: int) -> None:
         """Drop a micro-batch whose backward will not run."""
