@@ -116,23 +116,23 @@ class AxisPlan:
             self._tracks[key] = self._track_of(number, readers)
         return self._tracks[key]
 
-    def taken(self, reader: int, number: int, part: int, own: Part) -> tuple[Piece, ...]:
+    def taken(self, reader: int, number: int, part: int, track_part: Part) -> tuple[Piece, ...]:
         """Return the pieces of a value that a reader takes in a part."""
         window = self.window(reader, part)
         if not self.values[reader].is_windowed:
-            return _pieces(window, own.carried, own.fresh, own.new)
+            return _pieces(window, track_part.carried, track_part.fresh, track_part.new)
         first, last = self.new(reader, part)
         if first == last:
             return ()
         # a window that consists of absent padding only reads no rows of the piece
-        return (Piece(FRESH, *(window if window[0] < window[1] else (own.fresh[0],) * 2)),)
+        return (Piece(FRESH, *(window if window[0] < window[1] else (track_part.fresh[0],) * 2)),)
 
     def readers_by_source(self, number: int, readers: Readers) -> Iterator[Readers]:
         """Yield the readers of each piece of a track in each part."""
-        for part, own in enumerate(self.track(number, readers)):
+        for part, track_part in enumerate(self.track(number, readers)):
             sources: dict[int, set[int]] = {FRESH: set()}
             for reader in readers:
-                for piece in self.taken(reader, number, part, own):
+                for piece in self.taken(reader, number, part, track_part):
                     sources.setdefault(piece.source, set()).add(reader)
             yield from map(frozenset, sources.values())
 
@@ -158,19 +158,19 @@ class AxisPlan:
         return end - begin, end == value.size, last - first, first < 0, sums
 
     def _track_shapes(self, number: int, readers: Readers, part: int) -> Hashable:
-        own = self.track(number, readers)[part]
-        start = own.new[0]
-        pieces = [*(Piece(FRESH, *span) for span in (own.fresh, *own.carried))]
-        pieces += [*own.copied, *own.kept]
+        track_part = self.track(number, readers)[part]
+        start = track_part.new[0]
+        pieces = [*(Piece(FRESH, *span) for span in (track_part.fresh, *track_part.carried))]
+        pieces += [*track_part.copied, *track_part.kept]
         return (
-            own.fresh[0] < 0,
-            len(own.carried),
-            len(own.copied),
+            track_part.fresh[0] < 0,
+            len(track_part.carried),
+            len(track_part.copied),
             tuple(_less(piece, start) for piece in pieces),
             tuple(
                 tuple(
                     _less(piece, self.window(reader, part)[0])
-                    for piece in self.taken(reader, number, part, own)
+                    for piece in self.taken(reader, number, part, track_part)
                 )
                 for reader in sorted(readers)
             ),
@@ -194,7 +194,7 @@ class AxisPlan:
 
     def _ends_of(self, value: AxisValue) -> tuple[int, ...]:
         """Return the number of rows of a value after each part."""
-        ready = [min(each) for each in zip(*map(self.ends.__getitem__, value.reads), strict=True)]
+        ready = [min(ends) for ends in zip(*map(self.ends.__getitem__, value.reads), strict=True)]
         if value.rule is not None:
             size = self.values[value.reads[0]].size
             ready = [
@@ -229,10 +229,10 @@ def _span(spans: Sequence[Span]) -> Span:
 def _pieces(rows: Span, carried: Sequence[Span], fresh: Span, new: Span) -> tuple[Piece, ...]:
     """Return the pieces with the given rows, from the fresh piece if possible, else carried."""
     border = max(0, min(fresh[0], new[0]))
-    own = max(rows[0], border), rows[1]
+    fresh_rows = max(rows[0], border), rows[1]
     return (
         *_overlap((rows[0], min(rows[1], border)), carried),
-        *([Piece(FRESH, *own)] if own[0] < own[1] else []),
+        *([Piece(FRESH, *fresh_rows)] if fresh_rows[0] < fresh_rows[1] else []),
     )
 
 

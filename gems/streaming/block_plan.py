@@ -99,7 +99,7 @@ class BlockPlan:
         for number, reads in enumerate(self._reads):
             for read in reads:
                 readers[read].add(number)
-        self._all_readers = [frozenset(each) for each in readers]
+        self._all_readers = [frozenset(numbers) for numbers in readers]
         self._readers: dict[tuple[int, Index, Path], Readers] = {}
         self._found: ByBlock[int, BlockValue] = ByBlock()
         self.whole: Path = (FRESH,) * len(grid)
@@ -114,10 +114,10 @@ class BlockPlan:
 
     def at(self, block: int, number: int) -> BlockValue:
         """Return the plan of a value in a block."""
-        found = self._found.of(block)
-        if number not in found:
-            found[number] = self._value(self.index(block), number)
-        return found[number]
+        values = self._found.of(block)
+        if number not in values:
+            values[number] = self._value(self.index(block), number)
+        return values[number]
 
     def sizes(self, number: int) -> tuple[int, ...]:
         """Return the sizes of the whole map of a value."""
@@ -157,42 +157,42 @@ class BlockPlan:
         window = tuple(
             axis.window(number, part) for axis, part in zip(self.axes, index, strict=True)
         )
-        found = BlockValue(self._new(index, number), (), window)
-        self._add(found, index, number, (), ())
-        found.taken = [
+        value = BlockValue(self._new(index, number), (), window)
+        self._add(value, index, number, (), ())
+        value.taken = [
             tuple(self._taken(index, number, read, (), ())) for read in self._reads[number]
         ]
-        return found
+        return value
 
-    def _add(self, found: BlockValue, index: Index, number: int, path: Path, box: Box) -> None:
+    def _add(self, value: BlockValue, index: Index, number: int, path: Path, box: Box) -> None:
         """Add what a value has along an axis, given its sources and spans along those before."""
         axis = len(path)
         if axis == len(self.axes):
             if path == self.whole:
-                found.fresh = box
+                value.fresh = box
             return
         readers = self._readers_of(index, number, path)
         part = self.axes[axis].track(number, readers)[index[axis]]
-        inner = found.new[axis + 1 :]
+        inner = value.new[axis + 1 :]
         rest = self.whole[axis + 1 :]
         for source, span in enumerate(part.carried):
             carried = (*box, span, *inner)
             if not is_empty(carried):
-                found.carried[*path, source, *rest] = carried
+                value.carried[*path, source, *rest] = carried
             if rest and self._readers_of(index, number, (*path, source)):
-                self._add(found, index, number, (*path, source), (*box, span))
+                self._add(value, index, number, (*path, source), (*box, span))
         for place, piece in enumerate(part.kept):
             kept = (*box, (piece.begin, piece.end), *inner)
             if not is_empty(kept):
-                found.kept.append(
+                value.kept.append(
                     Kept(axis, Place((*path, piece.source, *rest), kept), (*path, place, *rest))
                 )
         if path == self.whole[:axis]:
             for piece in part.copied:
                 copied = (*box, (piece.begin, piece.end), *inner)
                 if not is_empty(copied):
-                    found.copied.append(Place((*path, piece.source, *rest), copied))
-        self._add(found, index, number, (*path, FRESH), (*box, part.fresh))
+                    value.copied.append(Place((*path, piece.source, *rest), copied))
+        self._add(value, index, number, (*path, FRESH), (*box, part.fresh))
 
     def _taken(
         self, index: Index, reader: int, number: int, path: Path, box: Box
@@ -230,11 +230,11 @@ class BlockPlan:
 
 def index_of(block: int, grid: Sequence[int]) -> Index:
     """Return the part of each axis in a block of a grid."""
-    found = []
+    index = []
     for parts in reversed(grid):
         block, part = divmod(block, parts)
-        found.append(part)
-    return tuple(reversed(found))
+        index.append(part)
+    return tuple(reversed(index))
 
 
 def is_empty(box: Box) -> bool:

@@ -116,24 +116,24 @@ class _Blocks(Function):
         if total is None:
             return (None,) * (1 + len(ctx.shapes))
         whole = ctx.saved_tensors[0] if ctx.saved_tensors else None
-        found: list[list[tuple[Sizes, Tensor]]] = [[] for _ in ctx.shapes]
+        by_source: list[list[tuple[Sizes, Tensor]]] = [[] for _ in ctx.shapes]
         for write in layout.writes:
             part = layout.cut(total, write.patch)
             if write.how in _FROM_OUTPUT:
                 assert whole is not None
                 part = _FROM_OUTPUT[write.how][1](part, layout.cut(whole, write.patch))
             for source, taken in write.sources:
-                own = part
+                part_grad = part
                 if write.channel is not None:
                     channels = ctx.shapes[source][layout.channel_dim]
-                    own = part.narrow(layout.channel_dim, write.channel, channels)
-                found[source].append((taken, own))
+                    part_grad = part.narrow(layout.channel_dim, write.channel, channels)
+                by_source[source].append((taken, part_grad))
         needed = ctx.needs_input_grad[1:]
         return (
             None,
             *(
                 _joined(layout, parts, shape) if is_needed else None
-                for parts, shape, is_needed in zip(found, ctx.shapes, needed, strict=True)
+                for parts, shape, is_needed in zip(by_source, ctx.shapes, needed, strict=True)
             ),
         )
 
@@ -154,8 +154,8 @@ def join(parts: Sequence[tuple[Box, Tensor]], dims: Dims) -> Tensor:
             rows.setdefault(box[:axis], []).append(part)
         if dim is not None:
             parts = [
-                (box, each[0] if len(each) == 1 else torch.cat(each, dim))
-                for box, each in rows.items()
+                (box, neighbours[0] if len(neighbours) == 1 else torch.cat(neighbours, dim))
+                for box, neighbours in rows.items()
             ]
     return parts[0][1]
 
@@ -234,10 +234,10 @@ def _joined(
 
 
 def _dtype(sources: Sequence[Tensor]) -> torch.dtype:
-    found = sources[0].dtype
+    dtype = sources[0].dtype
     for source in sources[1:]:
-        found = torch.promote_types(found, source.dtype)
-    return found
+        dtype = torch.promote_types(dtype, source.dtype)
+    return dtype
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

@@ -22,13 +22,13 @@ class ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Puts a constant in place of random numbers, which strips draw in another order."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            return made
+            return output
         name = func.overloadpacket.__name__
         if not name.startswith(_DRAWS):
             raise NotImplementedError(f"draws random numbers by {name}")
-        return made.fill_(0.5)
+        return output.fill_(0.5)
 
 
 def play(
@@ -47,53 +47,59 @@ def play(
             the outputs, which are `back` if given, or random.
     """
     torch.default_generator.manual_seed(1)
-    buffers = [(each, each.detach().clone()) for each in module.buffers()]
+    buffers = [(tensor, tensor.detach().clone()) for tensor in module.buffers()]
     parameters = list(module.parameters())
     module.zero_grad()
-    leaves = [each.detach().clone().requires_grad_(each.is_floating_point()) for each in values]
+    leaves = [
+        tensor.detach().clone().requires_grad_(tensor.is_floating_point()) for tensor in values
+    ]
     outputs = list(tensors_in(run([leaf.clone() for leaf in leaves])))
     if back is None:
-        back = [torch.randn_like(each) if each.requires_grad else None for each in outputs]
+        back = [torch.randn_like(tensor) if tensor.requires_grad else None for tensor in outputs]
     pairs = [
-        (each, gradient)
-        for each, gradient in zip(outputs, back, strict=True)
+        (tensor, gradient)
+        for tensor, gradient in zip(outputs, back, strict=True)
         if gradient is not None
     ]
     if pairs:
-        torch.autograd.backward([each for each, _ in pairs], [gradient for _, gradient in pairs])
+        torch.autograd.backward(
+            [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
+        )
     after()
-    found = [
-        *(each.detach() for each in outputs),
+    results = [
+        *(tensor.detach() for tensor in outputs),
         *(leaf.grad for leaf in leaves),
         *(parameter.grad for parameter in parameters),
-        *(each.detach().clone() for each, _ in buffers),
+        *(tensor.detach().clone() for tensor, _ in buffers),
     ]
     for buffer, before in buffers:
         buffer.data.copy_(before)
     module.zero_grad()
-    return found, list(back)
+    return results, list(back)
 
 
-def largest_difference(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> float:
+def largest_difference(values: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> float:
     """Return the largest difference of two tensors over the largest value of the wanted one."""
-    values = (each for each in wanted if each is not None and each.numel())
-    largest = max((float(each.abs().max()) for each in values), default=0.0)
+    largest = max(
+        (float(tensor.abs().max()) for tensor in wanted if tensor is not None and tensor.numel()),
+        default=0.0,
+    )
     return max(
         (
             _difference(one, other, FLOOR * largest)
-            for one, other in zip(found, wanted, strict=True)
+            for one, other in zip(values, wanted, strict=True)
         ),
         default=0.0,
     )
 
 
-def _difference(found: Tensor | None, wanted: Tensor | None, floor: float) -> float:
-    if wanted is None or found is None:
-        there = wanted if found is None else found
-        return 0.0 if there is None or not there.any() else float("inf")
-    if found.shape != wanted.shape:
+def _difference(value: Tensor | None, wanted: Tensor | None, floor: float) -> float:
+    if wanted is None or value is None:
+        present = wanted if value is None else value
+        return 0.0 if present is None or not present.any() else float("inf")
+    if value.shape != wanted.shape:
         return float("inf")
     if not wanted.numel():
         return 0.0
     largest = max(float(wanted.abs().max()), floor)
-    return float((found.double() - wanted.double()).abs().max()) / (largest or 1.0)
+    return float((value.double() - wanted.double()).abs().max()) / (largest or 1.0)

@@ -15,7 +15,7 @@ from gems.streaming.axis_rules import Lookup
 from gems.streaming.errors import StreamingError
 from gems.streaming.operations.kernels import plain
 from gems.streaming.operations.lower import is_spatial, lower
-from gems.streaming.operations.operation import MAP, Known, Operation, each, reshaped
+from gems.streaming.operations.operation import MAP, Known, Operation, map_refs, reshaped
 from gems.streaming.operations.tokens import Tokens, TokenSteps
 from gems.streaming.trace import LayerTrace, Ref, Step
 
@@ -53,12 +53,12 @@ class _Lowering:
         has_grad = any(step.has_grad for step in traced.steps)
         for place, step in enumerate(traced.steps[: self._end]):
             # one that cuts the graph of autograd must run
-            made = rewriting.of(step) if step.has_grad or not has_grad else None
+            rewritten = rewriting.of(step) if step.has_grad or not has_grad else None
             number = self._num_inputs + place
-            if isinstance(made, Tokens):
-                self._tokens[number] = made
+            if isinstance(rewritten, Tokens):
+                self._tokens[number] = rewritten
             else:
-                self._numbers[number] = self._lower(place) if made is None else made
+                self._numbers[number] = self._lower(place) if rewritten is None else rewritten
         for place in range(self._end, len(traced.steps)):
             self._number(self._num_inputs + place)
         self.outputs = tuple(self._number(number) for number in traced.outputs)
@@ -69,10 +69,10 @@ class _Lowering:
             step = self._steps[number - self._num_inputs]
             tokens = self._tokens.get(number)
             if tokens is not None and tokens.is_plain and isinstance(step.value, Tensor):
-                made = self._add(reshaped(step, Ref(tokens.number), step.value))
+                operation = self._add(reshaped(step, Ref(tokens.number), step.value))
             else:
-                made = self._lower(number - self._num_inputs)
-            self._numbers[number] = made
+                operation = self._lower(number - self._num_inputs)
+            self._numbers[number] = operation
         return self._numbers[number]
 
     def _lower(self, place: int) -> int:
@@ -84,7 +84,7 @@ class _Lowering:
             return Ref(self._whole(number, step) if place >= self._end else number)
 
         return self._add(
-            replace(step, args=each(moved, step.args), kwargs=each(moved, step.kwargs))
+            replace(step, args=map_refs(moved, step.args), kwargs=map_refs(moved, step.kwargs))
         )
 
     def _add(self, step: Step | Operation) -> int:
@@ -113,8 +113,8 @@ class _Lowering:
                 value=info.value,
                 has_grad=True,
             )
-            made = info.moved(info.value, (None,) * len(rules))
-            self._waiting[number] = self._add(Operation(alias, made, plain, (number,), rules))
+            whole = info.moved(info.value, (None,) * len(rules))
+            self._waiting[number] = self._add(Operation(alias, whole, plain, (number,), rules))
         return self._waiting[number]
 
 

@@ -135,23 +135,23 @@ class Recorded(TorchFunctionMode):
             raise StreamingError(text, "use torch.no_grad()")
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             func = Tensor.detach
-        args, kwargs = (map_tensors(self._stand_in, each) for each in (args, kwargs or {}))
-        made = func(*args, **kwargs)
-        if func in _OF_NUMBERS and made.is_meta:
+        args, kwargs = (map_tensors(self._stand_in, argument) for argument in (args, kwargs or {}))
+        output = func(*args, **kwargs)
+        if func in _OF_NUMBERS and output.is_meta:
             text = (
                 f"layer {self._where()} makes a tensor of numbers in its forward, whose values a"
                 " trace loses"
             )
             raise StreamingError(text, "make it a buffer")
-        return made
+        return output
 
-    def refuse_functions(self, made: Any) -> None:
+    def refuse_functions(self, output: Any) -> None:
         """Refuse the output of a module if a custom autograd function was applied on the way."""
         self._is_looking = True
-        found: list[Any] = [tensor.grad_fn for tensor in tensors_in(made)]
+        nodes: list[Any] = [tensor.grad_fn for tensor in tensors_in(output)]
         self._is_looking = False
-        while found:
-            node = found.pop()
+        while nodes:
+            node = nodes.pop()
             if node is None or node in self._known:
                 continue
             self._known.add(node)
@@ -169,11 +169,11 @@ class Recorded(TorchFunctionMode):
                     "checkpoint with use_reentrant=False" if name == "CheckpointFunction" else ""
                 )
                 raise StreamingError(text, instead or "write it with torch's own operations")
-            found += [before for before, _ in node.next_functions]
+            nodes += [before for before, _ in node.next_functions]
 
     def _is_weight(self, tensor: Tensor) -> bool:
         return id(tensor) in self._stand_ins or any(
-            tensor is each for each in self._stand_ins.values()
+            tensor is stand_in for stand_in in self._stand_ins.values()
         )
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
@@ -183,13 +183,17 @@ class Recorded(TorchFunctionMode):
 @contextmanager
 def untouched(root: nn.Module) -> Iterator[None]:
     """Restore the attributes of all modules on exit, with the contents of lists and dicts."""
-    before = [(held, copy.copy(held)) for module in root.modules() for held in _holders(module)]
+    before = [
+        (container, copy.copy(container))
+        for module in root.modules()
+        for container in _holders(module)
+    ]
     try:
         yield
     finally:
-        for held, contents in before:
-            held.clear()
-            add = held.extend if isinstance(held, list | deque) else held.update
+        for container, contents in before:
+            container.clear()
+            add = container.extend if isinstance(container, list | deque) else container.update
             add(contents)
 
 
@@ -216,8 +220,8 @@ def replaced(layer: str, tensors: Sequence[tuple[nn.Module, str, Tensor]]) -> It
 def clear_hooks(modules: Iterable[nn.Module]) -> None:
     """Remove the toolkit's own hooks, inside `untouched`."""
     for module in modules:
-        for each in _HOOKS:
-            setattr(module, each, type(getattr(module, each))())
+        for hooks in _HOOKS:
+            setattr(module, hooks, type(getattr(module, hooks))())
 
 
 def state_of(root: nn.Module) -> dict[tuple[int, str], Any]:
@@ -227,11 +231,11 @@ def state_of(root: nn.Module) -> dict[tuple[int, str], Any]:
     """
     return {
         (number, str(name)): value
-        for number, (module, held) in enumerate(
-            (module, held) for module in root.modules() for held in _holders(module)
+        for number, (module, container) in enumerate(
+            (module, container) for module in root.modules() for container in _holders(module)
         )
-        if isinstance(held, dict) and held is not module._parameters
-        for name, value in held.items()
+        if isinstance(container, dict) and container is not module._parameters
+        for name, value in container.items()
         if isinstance(value, _PLAIN) or (isinstance(value, Tensor) and value.requires_grad)
     }
 

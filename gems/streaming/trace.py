@@ -227,9 +227,9 @@ def _weights_of(
 
 def _device(modules: Iterable[nn.Module]) -> torch.device:
     """Return the device of the layers, some of which may be built without memory."""
-    tensors = (each for module in modules for each in (*module.parameters(), *module.buffers()))
+    tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
     return next(
-        (each.device for each in tensors if each.device.type != "meta"), torch.device("cpu")
+        (tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu")
     )
 
 
@@ -265,8 +265,8 @@ def _calls(
 
         return hook
 
-    def leave(module: nn.Module, given: Any, made: Any) -> None:
-        recorded.refuse_functions(made)
+    def leave(module: nn.Module, given: Any, output: Any) -> None:
+        recorded.refuse_functions(output)
         mark()
         stack.pop()
 
@@ -346,10 +346,10 @@ class _Tracer:
         if isinstance(source, Weight) and (source, dtype) in layer.cast_weights:
             return layer.cast_weights[source, dtype]
         value = _of_meta(_value(layer, read)).to(dtype)
-        made = self._add(layer, node, torch.ops.aten.to.dtype, (source, dtype), {}, value)
+        cast = self._add(layer, node, torch.ops.aten.to.dtype, (source, dtype), {}, value)
         if isinstance(source, Weight):
-            layer.cast_weights[source, dtype] = made
-        return made
+            layer.cast_weights[source, dtype] = cast
+        return cast
 
     def _add(
         self, layer: _Layer, node: fx.Node, target: Any, args: Any, kwargs: Any, value: Any
@@ -429,22 +429,22 @@ def written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list
     """Return the arguments that an operation writes to."""
     arguments = getattr(getattr(target, "_schema", None), "arguments", ())
     return [
-        args[place] if place < len(args) else kwargs.get(each.name)
-        for place, each in enumerate(arguments)
-        if each.alias_info is not None and each.alias_info.is_write
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
     ]
 
 
 def changed_weights(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> list[Weight]:
     """Return the parameters and buffers that an operation writes to."""
-    return [each for each in written(target, args, kwargs) if isinstance(each, Weight)]
+    return [argument for argument in written(target, args, kwargs) if isinstance(argument, Weight)]
 
 
 def _base(node: fx.Node) -> fx.Node:
     """Return the node that owns the memory of a node's value."""
     returned = getattr(getattr(node.target, "_schema", None), "returns", ())
     is_view = node.target is operator.getitem or any(
-        each.alias_info is not None for each in returned
+        value.alias_info is not None for value in returned
     )
     first = node.args[0] if is_view and node.args else None
     return _base(first) if isinstance(first, fx.Node) else node

@@ -18,17 +18,17 @@ from gems.streaming.trace import Ref, Step
 def conv(known: Known, step: Step) -> Operation:
     """Return the convolution, whose padding around the map is zeros."""
     info = check_image(known, step)
-    given = arguments(step)
-    kernel = _shape_of(known, given["weight"])[2:]
+    options = arguments(step)
+    kernel = _shape_of(known, options["weight"])[2:]
     count = len(kernel)
-    stride = each_of(given["stride"], count)
-    dilation = each_of(given["dilation"], count)
-    if given["padding"] == "same":
+    stride = each_of(options["stride"], count)
+    dilation = each_of(options["dilation"], count)
+    if options["padding"] == "same":
         totals = [dilation[place] * (kernel[place] - 1) for place in range(count)]
         sides = [(total // 2, total - total // 2) for total in totals]
     else:
-        valid = given["padding"] == "valid"
-        sides = [(0, 0) if valid else (side, side) for side in each_of(given["padding"], count)]
+        valid = options["padding"] == "valid"
+        sides = [(0, 0) if valid else (side, side) for side in each_of(options["padding"], count)]
     rules = {
         dim: Window(kernel[dim - 2], stride[dim - 2], sides[dim - 2][0], dilation[dim - 2])
         for dim in info.axes
@@ -44,7 +44,7 @@ def conv(known: Known, step: Step) -> Operation:
             dilation,
             False,
             (0,) * count,
-            given["groups"],
+            options["groups"],
         ),
     }
     return on_map(info, step, _convolve, rules, True, **state)
@@ -53,21 +53,21 @@ def conv(known: Known, step: Step) -> Operation:
 def conv_transposed(known: Known, step: Step) -> Operation:
     """Return the transposed convolution."""
     info = check_image(known, step)
-    given = arguments(step)
-    kernel = _shape_of(known, given["weight"])[2:]
+    options = arguments(step)
+    kernel = _shape_of(known, options["weight"])[2:]
     count = len(kernel)
-    stride = each_of(given["stride"], count)
-    dilation = each_of(given["dilation"], count)
-    padding = each_of(given["padding"], count)
+    stride = each_of(options["stride"], count)
+    dilation = each_of(options["dilation"], count)
+    padding = each_of(options["padding"], count)
     rules = {
         dim: Transposed(kernel[dim - 2], stride[dim - 2], padding[dim - 2], dilation[dim - 2])
         for dim in info.axes
     }
     more = [
         0 if place + 2 in info.axes else side
-        for place, side in enumerate(each_of(given["output_padding"], count))
+        for place, side in enumerate(each_of(options["output_padding"], count))
     ]
-    geometry = Geometry(stride, padding, dilation, True, tuple(more), given["groups"])
+    geometry = Geometry(stride, padding, dilation, True, tuple(more), options["groups"])
     return on_map(info, step, _convolve_transposed, rules, geometry=geometry, kernel=kernel)
 
 
@@ -85,32 +85,32 @@ def _convolve(call: Call) -> Tensor:
 
 
 def _convolve_transposed(call: Call) -> Tensor:
-    """Run a transposed convolution, and cut what is not wanted."""
+    """Run a transposed convolution and crop its output to the block."""
     x, weight, bias = weights(call)
     geometry: Geometry = call.state["geometry"]
     padding = list(geometry.padding)
-    surplus = []  # of each axis: its dimension, and what is too much before and after
-    for each in call.along:
-        place = each.dim - 2
+    surplus = []  # for each axis: its dimension and the surplus outputs before and after
+    for span in call.along:
+        place = span.dim - 2
         stride, dilation = geometry.stride[place], geometry.dilation[place]
-        before = each.first - (each.there[0] * stride - padding[place])
-        reach = (each.there[1] - each.there[0] - 1) * stride
+        before = span.first - (span.there[0] * stride - padding[place])
+        reach = (span.there[1] - span.there[0] - 1) * stride
         reach += dilation * (call.state["kernel"][place] - 1) + 1
-        after = reach - before - each.num
-        # what the padding of a whole image would cut
+        after = reach - before - span.num
+        # padding crops equally on both sides, so crop as much of the surplus by it as possible
         padding[place] = max(0, min(before, after))
-        surplus.append((each.dim, before - padding[place], after - padding[place]))
+        surplus.append((span.dim, before - padding[place], after - padding[place]))
     geometry = geometry._replace(padding=tuple(padding))
-    # nothing reaches some outputs, which still have the bias
+    # some outputs get nothing but the bias
     is_short = any(before < 0 or after < 0 for _, before, after in surplus)
-    made = convolution(call.deferred, call.name, x, weight, None if is_short else bias, geometry)
+    output = convolution(call.deferred, call.name, x, weight, None if is_short else bias, geometry)
     for dim, before, after in surplus:
         if before < 0 or after < 0:
-            missing = [0] * (2 * (made.dim() - 1 - dim))
-            made = functional.pad(made, [*missing, max(0, -before), max(0, -after)])
+            missing = [0] * (2 * (output.dim() - 1 - dim))
+            output = functional.pad(output, [*missing, max(0, -before), max(0, -after)])
         if before > 0 or after > 0:
-            rows = made.shape[dim] - max(0, before) - max(0, after)
-            made = made.narrow(dim, max(0, before), rows)
+            rows = output.shape[dim] - max(0, before) - max(0, after)
+            output = output.narrow(dim, max(0, before), rows)
     if is_short and bias is not None:
-        made = made + bias.view(-1, *[1] * (made.dim() - 2))
-    return made
+        output = output + bias.view(-1, *[1] * (output.dim() - 2))
+    return output

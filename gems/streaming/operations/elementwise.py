@@ -1,7 +1,4 @@
-"""Operations that make each position of a map from one position.
-
-These are elementwise operations, operations along channels, and sums over axes.
-"""
+"""Operations by position: elementwise ones, operations along channels, and reductions."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ ROW_FOR_ROW = frozenset(_NAMES.split())
 
 
 def row_for_row(known: Known, step: Step, reads: tuple[int, ...]) -> Operation:
-    """Return the operation that makes each position from the same one of each of `reads`."""
+    """Return an elementwise operation on the values `reads`."""
     infos = [known.infos[number] for number in reads]
     behind = {
         tuple(None if dim is None else info.value.dim() - dim for dim in info.dims)
@@ -34,17 +31,19 @@ def row_for_row(known: Known, step: Step, reads: tuple[int, ...]) -> Operation:
     sizes = {tuple(info.size(axis) for axis in range(len(info.dims))) for info in infos}
     if len(behind) > 1 or len(sizes) > 1:
         refuse_gate(known, step)
-    dims = tuple(None if each is None else step.value.dim() - each for each in behind.pop())
-    made = infos[0].moved(step.value, dims)
+    dims = tuple(
+        None if distance is None else step.value.dim() - distance for distance in behind.pop()
+    )
+    output = infos[0].moved(step.value, dims)
     if step.operation in ("cat", "concat"):
         along = arguments(step)["dim"] % step.value.dim()
-        if along in made.axes:
+        if along in output.axes:
             known.refuse(step, "puts maps on top of each other")
         # a part that depends on no input, such as coordinates
         has_fixed = len(reads) < len(step.args[0])
         how = "copy" if has_fixed else "cat"
         state = {"channel_dim": along}
-        return Operation(step, made, plain, reads, how=how, is_elementwise=has_fixed, state=state)
+        return Operation(step, output, plain, reads, how=how, is_elementwise=has_fixed, state=state)
     how = "copy"
     shapes = {tuple(info.value.shape) for info in infos}
     if step.operation in ("relu", "sigmoid", "tanh"):
@@ -58,22 +57,22 @@ def row_for_row(known: Known, step: Step, reads: tuple[int, ...]) -> Operation:
         how = "add"
     elif step.operation == "dropout" and arguments(step)["train"] and arguments(step)["p"]:
         state = {"shape": tuple(step.value.shape)}
-        return Operation(step, made, drop_rows, reads, state=state)
+        return Operation(step, output, drop_rows, reads, state=state)
     elif step.operation == "alpha_dropout" and arguments(step)["train"]:
         known.refuse(step, "draws its mask for the whole image")
     is_elementwise = step.operation not in ("batch_norm", "prelu")  # whose weights are by channel
     run = run_of(step.operation)
-    return Operation(step, made, run, reads, how=how, is_elementwise=is_elementwise)
+    return Operation(step, output, run, reads, how=how, is_elementwise=is_elementwise)
 
 
 def refuse_gate(known: Known, step: Step) -> NoReturn:
-    """Refuse what takes a map and a value of the whole image."""
+    """Refuse a step that reads a map and a value of the whole image."""
     why = "joins a map with what is pooled over the whole image (squeeze-and-excitation)"
     known.refuse(step, why)
 
 
 def reduce(known: Known, step: Step) -> Operation:
-    """Return a reduction: a running one over axes, a plain one over other dimensions."""
+    """Return a reduction, as a running one if it reduces axes."""
     info = known.first(step)
     ndim = info.first.dim()
     over = reduced(step, ndim)
@@ -94,14 +93,14 @@ def reduce(known: Known, step: Step) -> Operation:
 
 
 def reduced(step: Step, ndim: int) -> list[int]:
-    """Return the dimensions over which a step is a sum or mean, in order."""
+    """Return the dimensions that a step reduces, in order."""
     dims = arguments(step).get("dim")
-    given = [dims] if isinstance(dims, int) else dims or range(ndim)
-    return sorted({dim % ndim for dim in given})
+    listed = [dims] if isinstance(dims, int) else dims or range(ndim)
+    return sorted({dim % ndim for dim in listed})
 
 
 def _before(over: Sequence[int], dim: int) -> int:
-    return sum(each < dim for each in over)
+    return sum(other < dim for other in over)
 
 
 def _over_other_dims(step: Step, info: Info, over: Sequence[int]) -> Operation:
@@ -114,16 +113,16 @@ def _over_other_dims(step: Step, info: Info, over: Sequence[int]) -> Operation:
 
 
 def along(known: Known, step: Step) -> Operation:
-    """Return the operation along one dimension, or several last ones, that are no axes."""
+    """Return an operation along dimensions that are no axes."""
     info = known.first(step)
-    given = arguments(step)
+    options = arguments(step)
     ndim = info.first.dim()
-    if "normalized_shape" in given:
-        reached = range(ndim - len(given["normalized_shape"]), ndim)
+    if "normalized_shape" in options:
+        reached = range(ndim - len(options["normalized_shape"]), ndim)
     elif step.operation in ("linear", "matmul"):
         reached = range(ndim - 1, ndim)
     else:
-        reached = range(given["dim"] % ndim, given["dim"] % ndim + 1)
+        reached = range(options["dim"] % ndim, options["dim"] % ndim + 1)
     if any(dim in reached for dim in info.axes):
         known.refuse(step, "reaches over all rows of the map")
     dims = info.dims
@@ -133,15 +132,12 @@ def along(known: Known, step: Step) -> Operation:
 
 
 def leaves_axes(info: Info, step: Step) -> bool:
-    """Return whether a pooling over three dimensions leaves the axes alone.
-
-    Local response normalisation pools over channels.
-    """
-    given = arguments(step)
+    """Return whether a 3-D pooling has no window along the axes, as in local response norm."""
+    options = arguments(step)
     for dim in info.axes:
         place = dim - (info.first.dim() - 3)
         if place < 0 or any(
-            list(given[key] or [wanted] * 3)[place] != wanted
+            list(options[key] or [wanted] * 3)[place] != wanted
             for key, wanted in (("kernel_size", 1), ("stride", 1), ("padding", 0))
         ):
             return False

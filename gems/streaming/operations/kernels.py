@@ -1,7 +1,4 @@
-"""Run operations on the block of a map.
-
-Only the edges of the map are padded.
-"""
+"""Operations on one block of a map; only the edges of the map are padded."""
 
 from __future__ import annotations
 
@@ -23,10 +20,10 @@ aten = torch.ops.aten
 
 
 class Along(NamedTuple):
-    """An operation along one axis of the map, in dimension `dim` of what it gives.
+    """One axis of the block that an operation computes, in dimension `dim` of its output.
 
-    Outputs first to last of `size` are made from inputs begin to end of `size_in`. Inputs may be
-    outside the map; `there` is the span of those in the tensor.
+    Outputs [first, last) of `size` are computed from inputs [begin, end) of `size_in`. The window
+    may reach outside the map; the input tensor has the inputs of the span `there`.
     """
 
     dim: int
@@ -40,12 +37,12 @@ class Along(NamedTuple):
 
     @property
     def num(self) -> int:
-        """The number of outputs that are made."""
+        """The number of outputs of the block."""
         return self.last - self.first
 
     @property
     def outside(self) -> tuple[int, int]:
-        """The numbers of inputs that are read before and after those in the tensor."""
+        """The number of missing inputs before and after the input tensor."""
         if self.there[0] == self.there[1]:
             return self.end - self.begin, 0
         return self.there[0] - self.begin, self.end - self.there[1]
@@ -53,11 +50,14 @@ class Along(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operation in one block.
+    """A call of one operation on one block.
 
-    `along` are the axes that what it gives has. `seeded` gives its random numbers, `carried` is its
-    sum so far, to which it adds along `summed`, or the state of a reduction over all positions. In
-    a block that runs again (`is_again`) it leaves running statistics alone.
+    Attributes:
+        along: The axes that the output has.
+        summed: The axis that is summed or averaged, if any.
+        seeded: A context that seeds the random numbers of the block, or of one of its rows.
+        carried: The partial sums of earlier blocks, or the state of a reduction over all positions.
+        is_again: The block is recomputed, so running statistics must not move.
     """
 
     name: str
@@ -77,7 +77,7 @@ Run = Callable[[Call], Any]
 
 
 def plain(call: Call) -> Any:
-    """Run the operation as it is."""
+    """Run the operation on the block as on a whole map."""
     with call.seeded(None):
         return call.target(*call.args, **call.kwargs)
 
@@ -85,8 +85,10 @@ def plain(call: Call) -> Any:
 def linear(call: Call) -> Tensor:
     """Run a linear map; its weight gradient may be deferred."""
     x, weight, bias = weights(call)
-    made = None if call.deferred is None else linear_map(call.deferred, call.name, x, weight, bias)
-    return functional.linear(x, weight, bias) if made is None else made
+    deferred_output = (
+        None if call.deferred is None else linear_map(call.deferred, call.name, x, weight, bias)
+    )
+    return functional.linear(x, weight, bias) if deferred_output is None else deferred_output
 
 
 def weights(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -97,23 +99,20 @@ def weights(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def batch_norm(call: Call) -> Any:
-    """Normalize by batch norm.
+    """Apply batch norm.
 
-    In training it uses the statistics of the strip's rows, which move the running statistics by
-    their share of all rows.
+    In training, normalize by the statistics of the block; they move the running statistics by the
+    block's share of the map.
     """
     x, weight, bias, mean, variance, is_training, momentum, *more = call.args
     if is_training:
-        momentum *= math.prod(each.num / each.size for each in call.along)
+        momentum *= math.prod(span.num / span.size for span in call.along)
         mean, variance = (None, None) if call.is_again else (mean, variance)
     return call.target(x, weight, bias, mean, variance, is_training, momentum, *more)
 
 
 def run_of(operation: str) -> Run:
-    """Return the function that runs an operation, without padding, on rows or on whole tensors.
-
-    Most operations run as they are.
-    """
+    """Return the function that runs an operation without padding."""
     return _OWN.get(operation, plain)
 
 
@@ -121,22 +120,22 @@ _OWN: dict[str, Run] = {"linear": linear, "batch_norm": batch_norm}
 
 
 def reshape(call: Call) -> Tensor:
-    """Change the shape to one with the sizes of the block."""
+    """Reshape to the sizes of the block."""
     return call.args[0].reshape(block_shape(call, call.state["shape"]))  # type: ignore[no-any-return]
 
 
 def block_shape(call: Call, shape: Sequence[int]) -> list[int]:
-    """Return a shape with the sizes of the block along the axes."""
-    found = list(shape)
-    for each in call.along:
-        found[each.dim] = each.num
-    return found
+    """Return `shape` with the sizes of the block along its axes."""
+    sizes = list(shape)
+    for span in call.along:
+        sizes[span.dim] = span.num
+    return sizes
 
 
 def drop_rows(call: Call) -> Tensor:
     """Apply dropout with a mask that is drawn row by row.
 
-    Each row has a seed of its own and is drawn whole, so that any division draws the same mask.
+    Each row has its own seed and is drawn whole, so every division of the map has the same mask.
     """
     x, p = call.args[:2]
     rows, *others = call.along
@@ -145,39 +144,39 @@ def drop_rows(call: Call) -> Tensor:
     mask = torch.empty_like(x, requires_grad=False)
     for row in range(rows.num):
         with call.seeded(rows.first + row):
-            drawn = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p)
-        for each in others:
-            drawn = drawn.narrow(each.dim - 1, each.first, each.num)
-        mask.select(rows.dim, row).copy_(drawn)
+            row_mask = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p)
+        for span in others:
+            row_mask = row_mask.narrow(span.dim - 1, span.first, span.num)
+        mask.select(rows.dim, row).copy_(row_mask)
     return x * mask.div_(1 - p)  # type: ignore[no-any-return]
 
 
 def pixel_shuffle(call: Call) -> Tensor:
-    """Make several rows and columns of each one, and cut those that are not wanted."""
+    """Shuffle channels into rows and columns, and cut the result to the block."""
     factor = call.state["factor"]
-    made = functional.pixel_shuffle(call.args[0], factor)
-    for each in call.along:
-        made = made.narrow(each.dim, each.first - each.there[0] * factor, each.num)
-    return made
+    shuffled = functional.pixel_shuffle(call.args[0], factor)
+    for span in call.along:
+        shuffled = shuffled.narrow(span.dim, span.first - span.there[0] * factor, span.num)
+    return shuffled
 
 
 def step_rows(call: Call) -> Tensor:
-    """Take every so many rows."""
-    made: Tensor = aten.slice.Tensor(call.args[0], call.state["dim"], 0, None, call.state["every"])
-    return made
+    """Keep every n-th row."""
+    rows: Tensor = aten.slice.Tensor(call.args[0], call.state["dim"], 0, None, call.state["every"])
+    return rows
 
 
 def paddings(call: Call) -> list[int]:
-    """Return the numbers of absent inputs around those of a block, as `torch.nn.functional.pad`."""
-    found = [0] * (2 * (call.args[0].dim() - 2))
-    for each in call.along:
-        place = 2 * (call.args[0].dim() - 1 - each.dim)
-        found[place : place + 2] = each.outside
-    return found
+    """Return the padding of the block, in the order of `torch.nn.functional.pad`."""
+    amounts = [0] * (2 * (call.args[0].dim() - 2))
+    for span in call.along:
+        place = 2 * (call.args[0].dim() - 1 - span.dim)
+        amounts[place : place + 2] = span.outside
+    return amounts
 
 
 class _MaxPool(Function):
-    """Max pooling that pads the edges of the map itself, and saves only the maxima's places."""
+    """Max pooling that pads with -inf and saves only the indices of the maxima."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, outside: list[int], options: tuple[Any, ...]) -> Tensor:
@@ -186,24 +185,24 @@ class _MaxPool(Function):
             lowest = float("-inf") if x.is_floating_point() else torch.iinfo(x.dtype).min
             x = functional.pad(x, outside, value=lowest)
         pool, _ = _MAX_POOL[x.dim() - 2]
-        made, places = pool(x, *options)
+        maxima, places = pool(x, *options)
         ctx.save_for_backward(places)
         ctx.before = outside[-2::-2]
         ctx.options = options
         ctx.like = (x.shape, x.dtype)
-        return made  # type: ignore[no-any-return]
+        return maxima  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (places,) = ctx.saved_tensors
         shape, dtype = ctx.like
-        # the kernel reads only its shape
+        # the kernel reads only the shape of its input
         like = torch.empty(shape, dtype=dtype, device=gradient.device)
         _, pool_backward = _MAX_POOL[len(shape) - 2]
-        found = pool_backward(gradient, like, *ctx.options, places)
+        input_grad = pool_backward(gradient, like, *ctx.options, places)
         for (dim, size), begin in zip(ctx.inside, ctx.before, strict=True):
-            found = found.narrow(dim, begin, size)
-        return found, None, None
+            input_grad = input_grad.narrow(dim, begin, size)
+        return input_grad, None, None
 
 
 _MAX_POOL: dict[int, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
@@ -214,7 +213,7 @@ _apply_max_pool: Callable[..., Tensor] = _MaxPool.apply
 
 
 def max_pool(call: Call) -> Tensor:
-    """Max-pool a block; the padding is below every value."""
+    """Max-pool a block, padded below every value."""
     state = call.state
     options = (
         state["kernel"],
@@ -226,22 +225,22 @@ def max_pool(call: Call) -> Tensor:
     x, outside = call.args[0], paddings(call)
     if x.dim() > 3:
         return _apply_max_pool(x, outside, options)
-    lines = _apply_max_pool(  # one row of two dimensions
+    row = _apply_max_pool(  # one row of two dimensions
         x.unsqueeze(2),
         [*outside, 0, 0],
         tuple(
-            (blank, *each) if isinstance(each, tuple) else each
-            for blank, each in zip((1, 1, 0, 1, None), options, strict=True)
+            (blank, *option) if isinstance(option, tuple) else option
+            for blank, option in zip((1, 1, 0, 1, None), options, strict=True)
         ),
     )
-    return lines.squeeze(2)
+    return row.squeeze(2)
 
 
 def average_pool(call: Call) -> Tensor:
-    """Pool a block and count inputs as the whole map would; those outside the map are zeros."""
+    """Average-pool a zero-padded block, with the divisors of the whole map."""
     state = call.state
     kernel = state["kernel"]
-    made: Tensor = _AVERAGE_POOL[len(kernel)](
+    averages: Tensor = _AVERAGE_POOL[len(kernel)](
         call.args[0],
         kernel,
         state["stride"],
@@ -250,16 +249,16 @@ def average_pool(call: Call) -> Tensor:
         state["count_include_pad"],
         *([state["override"]] if len(kernel) > 1 else []),
     )
-    dtype = made.dtype
-    for each in call.along:
-        own = kernel[each.dim - 2]
-        counts = state["counts"][each.dim][each.first : each.last]
-        if all(count == own for count in counts):
+    dtype = averages.dtype
+    for span in call.along:
+        size = kernel[span.dim - 2]
+        counts = state["counts"][span.dim][span.first : span.last]
+        if all(count == size for count in counts):
             continue
-        made = made.to(wide_dtype(dtype))
-        factors = _constant(call, [own / count for count in counts], made.dtype)
-        made = made * _spread(factors, made, each.dim)
-    return made.to(dtype)
+        averages = averages.to(wide_dtype(dtype))
+        factors = _constant(call, [size / count for count in counts], averages.dtype)
+        averages = averages * _spread(factors, averages, span.dim)
+    return averages.to(dtype)
 
 
 _AVERAGE_POOL: dict[int, Callable[..., Tensor]] = {
@@ -270,47 +269,46 @@ _AVERAGE_POOL: dict[int, Callable[..., Tensor]] = {
 
 
 def _spread(values: Tensor, like: Tensor, dim: int) -> Tensor:
-    """Return values along a dimension, to be broadcast over the others."""
-    return values.view([-1 if each == dim else 1 for each in range(like.dim())])
+    """View a vector along dimension `dim`, to broadcast over the others."""
+    return values.view([-1 if axis == dim else 1 for axis in range(like.dim())])
 
 
 def pad_rows(call: Call) -> Tensor:
-    """Pad with a value, at the edges of the map only."""
+    """Pad the edges of the map with a value."""
     x = call.args[0]
     amounts = list(call.state["amounts"])
     amounts += [0] * (2 * x.dim() - len(amounts))
-    for each in call.along:
-        place = 2 * (x.dim() - 1 - each.dim)
-        amounts[place : place + 2] = each.outside
+    for span in call.along:
+        place = 2 * (x.dim() - 1 - span.dim)
+        amounts[place : place + 2] = span.outside
     while amounts and not any(amounts[-2:]):
         del amounts[-2:]
     return functional.pad(x, amounts, value=call.state["value"])
 
 
 def resample(call: Call) -> Tensor:
-    """Take rows by number, or interpolate between two of them by shares, along each axis.
+    """Resample along each axis by index or by linear interpolation, then along other dimensions.
 
-    Then the dimensions that are no axes are resampled. Shares of 16-bit values are computed in
-    float32.
+    16-bit values are interpolated in float32.
     """
-    made = call.args[0]
-    dtype = made.dtype
+    resampled = call.args[0]
+    dtype = resampled.dtype
     state = call.state
-    for each in call.along:
-        lower, upper, share = state["places"][each.dim]
-        rows = made.index_select(each.dim, _places(call, lower, each))
+    for span in call.along:
+        lower, upper, share = state["places"][span.dim]
+        rows = resampled.index_select(span.dim, _places(call, lower, span))
         if share is not None:
             wide = wide_dtype(dtype)
-            shares = _constant(call, share[each.first : each.last], wide)
-            shares = _spread(shares, made, each.dim)
-            after = made.index_select(each.dim, _places(call, upper, each))
+            shares = _constant(call, share[span.first : span.last], wide)
+            shares = _spread(shares, resampled, span.dim)
+            after = resampled.index_select(span.dim, _places(call, upper, span))
             rows = rows.to(wide) * (1 - shares) + after.to(wide) * shares
-        made = rows
-    return state["sides"](made, block_shape(call, state["shape"])).to(dtype)  # type: ignore[no-any-return]
+        resampled = rows
+    return state["sides"](resampled, block_shape(call, state["shape"])).to(dtype)  # type: ignore[no-any-return]
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which values of a type are summed: float32 for 16-bit types."""
+    """Return the accumulation type: float32 for 16-bit types."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
@@ -320,31 +318,31 @@ def _places(call: Call, numbers: Sequence[int], along: Along) -> Tensor:
 
 
 def _constant(call: Call, numbers: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """Return numbers on the device, copied there once: a copy waits, and no CUDA graph has one."""
-    kept = call.state.setdefault("constants", {})
+    """Return numbers as a cached tensor: a copy would wait, which no CUDA graph may."""
+    constants = call.state.setdefault("constants", {})
     key = tuple(numbers), dtype, call.args[0].device
-    if key not in kept:
-        kept[key] = torch.tensor(numbers, dtype=dtype, device=key[-1])
-    return kept[key]  # type: ignore[no-any-return]
+    if key not in constants:
+        constants[key] = torch.tensor(numbers, dtype=dtype, device=key[-1])
+    return constants[key]  # type: ignore[no-any-return]
 
 
 def add_up(call: Call) -> Tensor:
-    """Add a block to the sums or averages along an axis that have begun.
+    """Add a block to the sums or averages along an axis.
 
-    Return all of these, finished ones first. If the whole map is there at once, the operation
-    itself computes them; sums of several blocks have at least 32 bits.
+    Return all that have begun, finished ones first. Sums over several blocks accumulate in at least
+    32 bits; a map in one block is left to the operation itself.
     """
     x: Tensor = call.args[0]
     along = call.summed
     assert along is not None
     state = call.state
     if along.there == (0, along.size_in) and not call.along:
-        own: Tensor = call.target(*call.args, **call.kwargs)
-        return own.reshape([*x.shape[:2], *state["bins"]])
+        output: Tensor = call.target(*call.args, **call.kwargs)
+        return output.reshape([*x.shape[:2], *state["bins"]])
     x = x.to(state["dtype"])
     begun = min(along.size, state["rule"].begun(along.end))
     kind = {"dtype": x.dtype, "device": x.device}
-    made = x
+    sums = x
     for dim in reversed(range(2, x.dim())):
         bins = state["bins"][dim - 2]
         span, there = (along.first, begun), (along.begin, along.end)
@@ -353,28 +351,28 @@ def add_up(call: Call) -> Tensor:
                 continue
             span, there = (0, bins), (0, x.shape[dim])
         whole = along.size_in if dim == along.dim else x.shape[dim]
-        made = _along(made, dim, _shares(span, whole, bins, there, state["is_sum"], kind))
-    before: Tensor | None = call.carried
-    if before is None or not before.shape[along.dim]:
-        return made
-    count = before.shape[along.dim]
-    if count == made.shape[along.dim]:
-        return made + before
-    first = made.narrow(along.dim, 0, count) + before
+        sums = _along(sums, dim, _shares(span, whole, bins, there, state["is_sum"], kind))
+    carried: Tensor | None = call.carried
+    if carried is None or not carried.shape[along.dim]:
+        return sums
+    count = carried.shape[along.dim]
+    if count == sums.shape[along.dim]:
+        return sums + carried
+    first = sums.narrow(along.dim, 0, count) + carried
     return torch.cat(
-        [first, made.narrow(along.dim, count, made.shape[along.dim] - count)], along.dim
+        [first, sums.narrow(along.dim, count, sums.shape[along.dim] - count)], along.dim
     )
 
 
 def _along(x: Tensor, dim: int, shares: Tensor) -> Tensor:
-    """Multiply a map with a matrix along a dimension."""
+    """Multiply a map by a matrix along a dimension."""
     if dim == x.dim() - 1:
-        made: Tensor = x.matmul(shares.t())
+        product: Tensor = x.matmul(shares.t())
     elif dim == x.dim() - 2:
-        made = shares.matmul(x)
+        product = shares.matmul(x)
     else:
-        made = shares.matmul(x.transpose(dim, -2)).transpose(dim, -2)
-    return made
+        product = shares.matmul(x.transpose(dim, -2)).transpose(dim, -2)
+    return product
 
 
 def _shares(
@@ -385,12 +383,12 @@ def _shares(
     is_sum: bool,
     kind: dict[str, Any],
 ) -> Tensor:
-    """Return the share of each row in each bin of a span, of shape (bins, rows there)."""
+    """Return the weight of each row in each bin of a span, of shape (bins, rows there)."""
     first, last = span
     matrix = torch.zeros((last - first, there[1] - there[0]), **kind)
     for row in range(first, last):
         begin = row * size // bins
         end = -(-(row + 1) * size // bins)
-        here = slice(max(begin, there[0]) - there[0], max(min(end, there[1]) - there[0], 0))
-        matrix[row - first, here] = 1.0 if is_sum else 1.0 / (end - begin)
+        rows = slice(max(begin, there[0]) - there[0], max(min(end, there[1]) - there[0], 0))
+        matrix[row - first, rows] = 1.0 if is_sum else 1.0 / (end - begin)
     return matrix

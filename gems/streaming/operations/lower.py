@@ -1,4 +1,4 @@
-"""From traced steps to operations on blocks, and what cannot be run in blocks."""
+"""Lower traced steps to operations on blocks, and refuse those that cannot run in blocks."""
 
 from __future__ import annotations
 
@@ -30,38 +30,38 @@ aten = torch.ops.aten
 
 
 def lower(known: Known, step: Step) -> list[Operation]:
-    """Return the operations of the next step, and add what they give to what is known.
+    """Return the operations of the next step, and append their outputs to `known`.
 
-    A step that adds up along several axes becomes an operation for each of them, the last first.
+    A step that sums several axes becomes one operation per axis, the last axis first.
 
     Raises:
-        StreamingError: it needs the whole image, or nothing is known of it.
+        StreamingError: The step needs the whole image, or has no streaming form.
     """
-    made = []
-    for each in _separated(known, _global_mean(known, step)):
-        made.append(_lower(known, each))
-        known.infos.append(made[-1].info)
-        step = each
-    return made
+    operations = []
+    for part in _separated(known, _global_mean(known, step)):
+        operations.append(_lower(known, part))
+        known.infos.append(operations[-1].info)
+        step = part
+    return operations
 
 
 def _global_mean(known: Known, step: Step) -> Step:
-    """Return an average pooling of all of a map as a mean, which need not wait for the map."""
+    """Turn an average pooling over a whole map into a mean, which is a running sum."""
     read = step.args[0] if step.args else None
     if not isinstance(read, Ref) or not step.operation.startswith("avg_pool"):
         return step
-    given, info = arguments(step), known.infos[read.number]
+    options, info = arguments(step), known.infos[read.number]
     sizes = list(info.first.shape[2:])
-    kernel = list(spatial.each_of(given["kernel_size"], len(sizes)))
-    padding = spatial.each_of(given["padding"], len(sizes))
-    if kernel != sizes or any(padding) or given.get("divisor_override") or info.kind != MAP:
+    kernel = list(spatial.each_of(options["kernel_size"], len(sizes)))
+    padding = spatial.each_of(options["padding"], len(sizes))
+    if kernel != sizes or any(padding) or options.get("divisor_override") or info.kind != MAP:
         return step
     args = (read, list(range(2, 2 + len(sizes))), True)
     return replace(step, target=aten.mean.dim, args=args, kwargs={})
 
 
 def _separated(known: Known, step: Step) -> Iterator[Step]:
-    """Yield steps that add up along one axis each, of which the last gives what the step gives."""
+    """Split a step that sums several axes into steps along one axis each."""
     name = step.operation
     read = step.args[0] if step.args else None
     is_adaptive = name.startswith("adaptive_avg_pool")
@@ -96,7 +96,7 @@ def _lower(known: Known, step: Step) -> Operation:
         _REFUSED[step.operation](known, step)
     if not any(kind in (MAP, PARTS) for kind in kinds):
         kind = WHOLE if WHOLE in kinds else STATIC
-        dims = next((each.dims for each in known.infos if each.dims), ())
+        dims = next((info.dims for info in known.infos if info.dims), ())
         info = Info(kind, step.value, (None,) * len(dims) if kind == WHOLE else ())
         return Operation(step, info, run_of(step.operation))
     if WHOLE in kinds:
@@ -113,8 +113,8 @@ def _lower(known: Known, step: Step) -> Operation:
 def draws_numbers(operation: Operation) -> bool:
     """Return whether an operation draws random numbers."""
     if operation.step.operation in ("dropout", "feature_dropout", "alpha_dropout"):
-        given = arguments(operation.step)
-        return bool(given["train"] and given["p"])
+        options = arguments(operation.step)
+        return bool(options["train"] and options["p"])
     if operation.step.operation == "scaled_dot_product_attention":
         return bool(arguments(operation.step)["dropout_p"])
     return torch.Tag.nondeterministic_seeded in getattr(operation.step.target, "tags", ())
@@ -147,7 +147,7 @@ def _refuse_product(known: Known, step: Step) -> None:
 
 
 def _refuse_attention(known: Known, step: Step) -> None:
-    """Refuse attention, unless it has the whole last map anyway."""
+    """Refuse attention over a map, unless it follows the last map as a whole."""
     if not known.is_head or any(known.infos[ref.number].kind == MAP for ref in refs(step)):
         known.refuse(step, "is attention over the whole image")
 

@@ -1,9 +1,9 @@
-"""An operation on a map in blocks, and what is known of the values that it reads."""
+"""An operation on a map in blocks, and the kinds of values that it reads."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -26,12 +26,15 @@ UNTIL_ADVICE = "pass until=<a layer before it>"
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """What is known of a value: whether it comes in blocks, and in which dimensions.
+    """The kind of a value, and the dimensions in which it comes in blocks.
 
-    `dims` has the dimension of each axis, or None for an axis that is gone: such a value is there
-    in the last part of that axis only. "whole" values have no axis left (after a global pooling),
-    "static" ones depend on no input (a weight that is standardised), "parts" are tensors in blocks
-    that one operation gives (a split of channels).
+    Attributes:
+        kind: MAP, a tensor in blocks; PARTS, several such outputs of one operation (a split of
+            channels); WHOLE, a value without axes (after a global pooling); STATIC, one that
+            depends on no input (a standardised weight).
+        value: An example of the whole value.
+        dims: The dimension of each axis; None if the axis was reduced, so that the value only
+            exists in the last part of that axis.
     """
 
     kind: str
@@ -54,7 +57,7 @@ class Info:
         return 1 if dim is None else int(self.first.shape[dim])
 
     def moved(self, value: Any, dims: Dims) -> Info:
-        """Return a value in blocks of other dimensions, or a whole one if no axis is left."""
+        """Return the info of an output with other dimensions; it is WHOLE if no axis is left."""
         if all(dim is None for dim in dims):
             return Info(WHOLE, value, dims)
         return Info(PARTS if isinstance(value, tuple | list) else MAP, value, dims)
@@ -64,12 +67,20 @@ class Info:
 class Operation:
     """A step, and how it runs on a block.
 
-    `is_elementwise` are those whose tensors are broadcast. `how` is what writes its output where
-    that is no function of its own: an activation, or a sum or concatenation of what it reads.
-    `reads` are the values in blocks that it reads. `rules` has a rule for each axis, or None where
-    it makes each output of the input at the same place. It adds up along the axis `summed`. If it
-    has a `finish`, it runs over all positions: its run adds a block to tensors that go from block
-    to block (of the shapes and types `state["kept"]`), of which the last block makes the output.
+    Attributes:
+        step: The traced step.
+        info: The info of its output.
+        run: Runs the step on one block.
+        reads: The numbers of the values in blocks that it reads.
+        rules: The rule of each axis, or None if each output only needs the input at its place.
+        how: How the output is written: by the step itself ("copy"), as an activation, or as a sum
+            or concatenation of its inputs.
+        summed: The axis that it sums or averages.
+        has_zeros: Its padding writes zeros.
+        is_elementwise: Its tensors are broadcast.
+        finish: For a reduction over all positions, computes the output from the state after the
+            last block; `run` then returns the next state, of shapes and types `state["kept"]`.
+        state: Options of `run`.
     """
 
     step: Step
@@ -87,12 +98,13 @@ class Operation:
     def values(
         self, infos: Sequence[Info], reads: tuple[int, ...], together: int
     ) -> list[AxisValue]:
-        """Return what the operation gives along each axis, for the plan of its blocks.
+        """Return the operation's output along each axis, for the plan of its blocks.
 
-        There, `reads` are the values that it reads; it takes `together` strips of rows at once.
+        `reads` numbers its inputs in that plan; `together` is how many strips of rows it takes at
+        once.
         """
         source = infos[self.reads[0]]
-        if self.finish is not None:  # what is new in a block is what it reads there
+        if self.finish is not None:  # a block contributes exactly the positions that it reads
             return [AxisValue(source.size(axis), reads=reads) for axis in range(len(source.dims))]
         rules = self.rules or (None,) * len(source.dims)
         is_windowed = any(
@@ -120,13 +132,13 @@ class Operation:
 
 @dataclass(slots=True)
 class Known:
-    """What is known of the values so far."""
+    """The infos of the values that were lowered so far."""
 
     infos: list[Info]
-    is_head: bool = False  # nothing after the next step reads neighbouring positions
+    is_head: bool = False  # no later step reads neighbouring positions
 
     def first(self, step: Step) -> Info:
-        """Return what is known of a step's first argument, which comes in blocks."""
+        """Return the info of a step's first argument; refuse the step unless it comes in blocks."""
         argument = step.args[0]
         if not isinstance(argument, Ref) or self.infos[argument.number].kind not in (MAP, PARTS):
             self.refuse(step, "takes rows elsewhere than as its first argument")
@@ -141,7 +153,7 @@ class Known:
 
 
 def products(operation: Operation, infos: Sequence[Info]) -> int:
-    """Return the multiplications with a weight for each value of the output, at least 1."""
+    """Return the number of multiplications by weights per output value, at least 1."""
     if operation.step.operation not in _PRODUCTS:
         return 1
     weight = arguments(operation.step)["weight"]
@@ -151,24 +163,25 @@ def products(operation: Operation, infos: Sequence[Info]) -> int:
 
 
 def changed_buffer(step: Step) -> Weight | None:
-    """Return the buffer that a step changes in place, such as a counter."""
+    """Return the buffer that a step changes in place, such as a counter, if any."""
     return next(iter(changed_weights(step.args, step.kwargs, step.target)), None)
 
 
 def refuse_changed(known: Known, operations: Sequence[Operation]) -> None:
-    """Refuse a parameter or buffer that one operation changes and another uses.
+    """Refuse a parameter or buffer that one operation changes and another one uses.
 
-    Operations on no rows are exempt: they run once for an image, in their order; others run in each
-    strip.
+    STATIC operations are exempt: they run once for an image, in order; others run in each strip.
     """
     users: dict[Weight, list[Operation]] = {}
     for operation in operations:
-        for weight in _weights(operation.step):
+        for weight in {leaf for leaf in leaves(operation.step) if isinstance(leaf, Weight)}:
             users.setdefault(weight, []).append(operation)
-    for weight, using in users.items():
-        if len(using) == 1 or all(each.info.kind == STATIC for each in using):
+    for weight, users_of_weight in users.items():
+        if len(users_of_weight) == 1 or all(
+            operation.info.kind == STATIC for operation in users_of_weight
+        ):
             continue
-        for step in (each.step for each in using):
+        for step in (operation.step for operation in users_of_weight):
             if weight in changed_weights(step.args, step.kwargs, step.target):
                 known.refuse(
                     step, f"changes {weight.name}, which the layer uses elsewhere too", "", ""
@@ -176,7 +189,7 @@ def refuse_changed(known: Known, operations: Sequence[Operation]) -> None:
 
 
 def is_ghost_norm(step: Step) -> bool:
-    """Return whether a step normalizes by the statistics of the rows that are there."""
+    """Return whether a step normalizes each block by its own statistics."""
     is_norm = step.kind == GhostBatchNorm2d.__name__ and step.operation == "batch_norm"
     return is_norm and bool(arguments(step)["training"])
 
@@ -186,10 +199,9 @@ def strips_at_once(
 ) -> int:
     """Return how many strips an operation takes at once.
 
-    Thin ones would read its weights once for few positions.
-    Those of a norm by strip would give statistics of few values.
-    It is a power of two, so that what takes several takes those that the operation before has
-    taken.
+    In thin strips, products would read all weights for few positions, and a norm by strip would
+    have statistics of few values. The count is a power of two, so that counts of consecutive
+    operations divide each other.
     """
     name = operation.step.operation
     count = 1
@@ -202,7 +214,7 @@ def strips_at_once(
     return min(count, grid[0])
 
 
-# what multiplies with weights, and the dimension of its channels
+# products with weights, and the dimension of their output channels
 _PRODUCTS = {
     **{f"conv{axes}d": 1 for axes in (1, 2, 3)},
     **{f"conv_transpose{axes}d": 1 for axes in (1, 2, 3)},
@@ -211,58 +223,56 @@ _PRODUCTS = {
 
 
 def refs(step: Step) -> list[Ref]:
-    """Return the values that a step reads."""
-    found: list[Ref] = []
-    each(found.append, (step.args, step.kwargs))
-    return found
+    """Return the references to the values that a step reads."""
+    return [leaf for leaf in leaves(step) if isinstance(leaf, Ref)]
 
 
-def each(function: Callable[[Ref], Any], value: Any) -> Any:
-    """Return arguments with a function's value in place of each reference."""
+def leaves(step: Step) -> Iterator[Any]:
+    """Yield all arguments of a step, those inside lists and dictionaries too."""
+    nested: list[Any] = [step.args, step.kwargs]
+    while nested:
+        value = nested.pop(0)
+        if isinstance(value, list | tuple | Mapping):
+            nested[:0] = value.values() if isinstance(value, Mapping) else value
+        else:
+            yield value
+
+
+def map_refs(function: Callable[[Ref], Any], value: Any) -> Any:
+    """Replace each reference in nested arguments by `function(reference)`."""
     if isinstance(value, Ref):
         return function(value)
     if isinstance(value, list | tuple):
-        return type(value)(each(function, part) for part in value)
+        return type(value)(map_refs(function, part) for part in value)
     if isinstance(value, Mapping):
-        return {key: each(function, part) for key, part in value.items()}
+        return {key: map_refs(function, part) for key, part in value.items()}
     return value
 
 
-def _weights(step: Step) -> set[Weight]:
-    """Return the parameters and buffers that a step reads or changes."""
-    found: set[Weight] = set()
-    left: list[Any] = [step.args, step.kwargs]
-    while left:
-        value = left.pop()
-        if isinstance(value, Weight):
-            found.add(value)
-        elif isinstance(value, list | tuple | Mapping):
-            left += value.values() if isinstance(value, Mapping) else value
-    return found
-
-
 def with_argument(step: Step, name: str, value: Any) -> Step:
-    """Return a step with another value of an argument."""
+    """Replace one argument of a step."""
     named = arguments(step) | {name: value}
     schema = step.target._schema.arguments
-    args = tuple(named[each.name] for each in schema if not each.kwarg_only)
+    args = tuple(named[argument.name] for argument in schema if not argument.kwarg_only)
     return replace(
-        step, args=args, kwargs={each.name: named[each.name] for each in schema if each.kwarg_only}
+        step,
+        args=args,
+        kwargs={argument.name: named[argument.name] for argument in schema if argument.kwarg_only},
     )
 
 
 def reshaped(step: Step, ref: Ref, value: Any) -> Step:
-    """Return a step that changes the shape of a value to that of another, without memory."""
+    """Return a step that reshapes a value to the shape of another one."""
     args = (ref, list(value.shape))
     return replace(step, target=torch.ops.aten.reshape.default, args=args, kwargs={}, value=value)
 
 
 def arguments(step: Step) -> dict[str, Any]:
     """Return the arguments of a step by name, with defaults."""
-    found = {}
+    named = {}
     for position, argument in enumerate(step.target._schema.arguments):
         if position < len(step.args):
-            found[argument.name] = step.args[position]
+            named[argument.name] = step.args[position]
         else:
-            found[argument.name] = step.kwargs.get(argument.name, argument.default_value)
-    return found
+            named[argument.name] = step.kwargs.get(argument.name, argument.default_value)
+    return named

@@ -14,18 +14,18 @@ def permute(known: Known, step: Step) -> Operation:
     info = known.first(step)
     ndim = info.value.dim()
     order = list(range(ndim))
-    given = arguments(step)
+    options = arguments(step)
     if step.operation == "permute":
-        order = [dim % ndim for dim in given["dims"]]
+        order = [dim % ndim for dim in options["dims"]]
     else:
-        one, two = (given[key] % ndim for key in ("dim0", "dim1"))
+        one, two = (options[key] % ndim for key in ("dim0", "dim1"))
         order[one], order[two] = order[two], order[one]
     dims = tuple(None if dim is None else order.index(dim) for dim in info.dims)
     return Operation(step, info.moved(step.value, dims), plain)
 
 
 def view(known: Known, step: Step) -> Operation:
-    """Return a change of shape: in blocks along axes that stay a dimension, else whole."""
+    """Return a change of shape, in blocks along the axes that stay dimensions."""
     info = known.first(step)
     shape = step.value.shape
     dims: list[int | None] = []
@@ -50,34 +50,36 @@ def unsqueeze(known: Known, step: Step) -> Operation:
 
 
 def squeeze(known: Known, step: Step) -> Operation:
-    """Return the operation that takes dimensions of size 1 away."""
+    """Return the operation that removes dimensions of size 1."""
     info = known.first(step)
     ndim = info.value.dim()
     dims = arguments(step).get("dim")
-    given = range(ndim) if dims is None else [dims] if isinstance(dims, int) else dims
-    gone = {dim % ndim for dim in given if info.value.shape[dim] == 1}
-    left = tuple(
-        None if own is None or own in gone else own - sum(dim < own for dim in gone)
-        for own in info.dims
+    candidates = range(ndim) if dims is None else [dims] if isinstance(dims, int) else dims
+    squeezed = {dim % ndim for dim in candidates if info.value.shape[dim] == 1}
+    dims_left = tuple(
+        None
+        if axis_dim is None or axis_dim in squeezed
+        else axis_dim - sum(dim < axis_dim for dim in squeezed)
+        for axis_dim in info.dims
     )
-    if any(own in gone for own in info.dims):
-        return _without_axes(info, step, left)
-    return Operation(step, info.moved(step.value, left), plain)
+    if any(axis_dim in squeezed for axis_dim in info.dims):
+        return _without_axes(info, step, dims_left)
+    return Operation(step, info.moved(step.value, dims_left), plain)
 
 
 def item(known: Known, step: Step) -> Operation:
-    """Return the operation that takes one of several parts."""
+    """Return the operation that selects one output of several."""
     info = known.first(step)
     return Operation(step, info.moved(step.value, info.dims), plain)
 
 
 def _without_axes(info: Info, step: Step, dims: Dims) -> Operation:
-    """Return the operation that waits for the whole map along axes that it takes away."""
+    """Return the operation that waits for the whole map along the axes that it removes."""
     rules: tuple[Rule | None, ...] = tuple(
         Lookup((0,), (info.size(axis),)) if dim is None and info.dims[axis] is not None else None
         for axis, dim in enumerate(dims)
     )
-    made = info.moved(step.value, dims)
+    output = info.moved(step.value, dims)
     run = plain if all(dim is None for dim in dims) or step.operation == "squeeze" else reshape
     state = {"shape": tuple(step.value.shape)}
-    return Operation(step, made, run, rules=rules if any(rules) else (), state=state)
+    return Operation(step, output, run, rules=rules if any(rules) else (), state=state)

@@ -20,13 +20,13 @@ aten = torch.ops.aten
 
 
 def each_of(value: Any, count: int, default: int = 0) -> tuple[int, ...]:
-    """Return the values of all dimensions of a map, of which torch may be given one or none."""
+    """Return one value per dimension of a map; torch also accepts one value, or none."""
     values = [value] if isinstance(value, int) else list(value)
     return tuple(values if len(values) == count else (values or [default]) * count)
 
 
 def check_image(known: Known, step: Step) -> Info:
-    """Return the input, whose axes must be among the dimensions after (N, C)."""
+    """Return the input; refuse the step unless the axes come after (N, C), in order."""
     info = known.first(step)
     if (
         info.kind != MAP
@@ -45,7 +45,7 @@ def on_map(
     has_zeros: bool = False,
     **state: Any,
 ) -> Operation:
-    """Return the operation that makes a map of another by the rules of its dimensions."""
+    """Return an operation from map to map with a rule per dimension."""
     return Operation(
         step,
         Info(MAP, step.value, info.dims),
@@ -57,13 +57,13 @@ def on_map(
 
 
 def _pooling(info: Info, step: Step) -> tuple[dict[int, Rule], dict[str, Any]]:
-    """Return the rules of a pooling, and what its kernel needs; axes are padded apart."""
-    given = arguments(step)
+    """Return the rules of a pooling and the options of its kernel, which must not pad the axes."""
+    options = arguments(step)
     count = info.value.dim() - 2
-    kernel = each_of(given["kernel_size"], count)
-    stride = each_of(given["stride"], count) if given["stride"] else kernel
-    padding = each_of(given["padding"], count)
-    dilation = each_of(given.get("dilation", 1), count)
+    kernel = each_of(options["kernel_size"], count)
+    stride = each_of(options["stride"], count) if options["stride"] else kernel
+    padding = each_of(options["padding"], count)
+    dilation = each_of(options.get("dilation", 1), count)
     rules: dict[int, Rule] = {
         dim: Window(kernel[dim - 2], stride[dim - 2], padding[dim - 2], dilation[dim - 2])
         for dim in info.axes
@@ -74,7 +74,7 @@ def _pooling(info: Info, step: Step) -> tuple[dict[int, Rule], dict[str, Any]]:
         "stride": stride,
         "sides": sides,
         "dilation": dilation,
-        "ceil_mode": given["ceil_mode"],
+        "ceil_mode": options["ceil_mode"],
     }
 
 
@@ -86,32 +86,35 @@ def max_pool(known: Known, step: Step) -> Operation:
 
 
 def average_pool(known: Known, step: Step) -> Operation:
-    """Return the average pooling, with how many inputs each output counts along each axis."""
+    """Return the average pooling, with the divisors of all outputs along each axis."""
     info = check_image(known, step)
-    given = arguments(step)
+    options = arguments(step)
     rules, state = _pooling(info, step)
-    override = given.get("divisor_override")
+    override = options.get("divisor_override")
     counts: dict[int, tuple[int, ...]] = {}
     for dim, rule in rules.items():
         size = info.value.shape[dim]
-        kernel, padding = state["kernel"][dim - 2], each_of(given["padding"], info.value.dim() - 2)
+        kernel, padding = (
+            state["kernel"][dim - 2],
+            each_of(options["padding"], info.value.dim() - 2),
+        )
         spans = [rule.reads(row, row + 1) for row in range(step.value.shape[dim])]
         if override:
             counts[dim] = (kernel,) * len(spans)
-        elif given["count_include_pad"]:
+        elif options["count_include_pad"]:
             counts[dim] = tuple(min(end, size + padding[dim - 2]) - begin for begin, end in spans)
         else:
             counts[dim] = tuple(min(end, size) - max(begin, 0) for begin, end in spans)
     state |= {
         "override": override,
-        "count_include_pad": given["count_include_pad"],
+        "count_include_pad": options["count_include_pad"],
         "counts": counts,
     }
     return on_map(info, step, kernels.average_pool, rules, True, **state)
 
 
 def pixel_shuffle(known: Known, step: Step) -> Operation:
-    """Return the operation that makes several rows and columns of the channels of one."""
+    """Return the pixel shuffle: from channels to rows and columns."""
     info = check_image(known, step)
     factor = arguments(step)["upscale_factor"]
     rules = dict.fromkeys(info.axes, Transposed(factor, factor))
@@ -119,16 +122,16 @@ def pixel_shuffle(known: Known, step: Step) -> Operation:
 
 
 def pixel_unshuffle(known: Known, step: Step) -> Operation:
-    """Return the operation that makes channels of neighbouring rows and columns."""
+    """Return the pixel unshuffle: from rows and columns to channels."""
     info = check_image(known, step)
     factor = arguments(step)["downscale_factor"]
     return on_map(info, step, plain, dict.fromkeys(info.axes, Window(factor, factor)))
 
 
 def adaptive_average(known: Known, step: Step) -> Operation:
-    """Return the average over shares of the one axis that it changes, as sums that run on.
+    """Return the adaptive average over one axis as a running sum.
 
-    Dimensions that are no axes are averaged too.
+    Dimensions that are no axes are averaged by the same operation.
     """
     info = check_image(known, step)
     dim = [*info.axes, *changed_axes(info, step)][-1]
@@ -136,7 +139,7 @@ def adaptive_average(known: Known, step: Step) -> Operation:
 
 
 def adaptive_max(known: Known, step: Step) -> Operation:
-    """Return the maximum of the whole map, the only adaptive one."""
+    """Return the maximum over the whole map; other adaptive max poolings are refused."""
     info = check_image(known, step)
     over = range(2, info.value.dim())
     if step.value[0].numel() > math.prod(info.value.shape[:2]):
@@ -149,8 +152,8 @@ def changed_axes(info: Info, step: Step) -> list[int]:
     return [dim for dim in info.axes if info.value.shape[dim] != step.value.shape[dim]]
 
 
-def running_sum(info: Info, step: Step, dim: int, axis: int, made: Info) -> Operation:
-    """Return the sum or average along one axis, whose dimensions are kept until it is complete."""
+def running_sum(info: Info, step: Step, dim: int, axis: int, output: Info) -> Operation:
+    """Return the sum or average along one axis, as a running sum over its parts."""
     bins = list(info.value.shape[2:])
     over = arguments(step).get("dim")
     shape = step.value.shape
@@ -173,34 +176,34 @@ def running_sum(info: Info, step: Step, dim: int, axis: int, made: Info) -> Oper
         "shape": tuple(shape),
     }
     rules = tuple(rule if each == axis else None for each in range(len(info.dims)))
-    return Operation(step, made, kernels.add_up, rules=rules, summed=axis, state=state)
+    return Operation(step, output, kernels.add_up, rules=rules, summed=axis, state=state)
 
 
 def take_slice(known: Known, step: Step) -> Operation:
-    """Return the crop, or every so many rows."""
+    """Return the slice of a map, with any step."""
     info = known.first(step)
-    given = arguments(step)
-    dim = given["dim"] % info.first.dim()
+    options = arguments(step)
+    dim = options["dim"] % info.first.dim()
     if dim not in info.axes:
         return Operation(step, info.moved(step.value, info.dims), plain)
     size = info.first.shape[dim]
-    start = given["start"] or 0
+    start = options["start"] or 0
     start = min(max(start + size if start < 0 else start, 0), size)
-    rules = {dim: Window(1, given["step"], -start)}
-    return on_map(info, step, kernels.step_rows, rules, dim=dim, every=given["step"])
+    rules = {dim: Window(1, options["step"], -start)}
+    return on_map(info, step, kernels.step_rows, rules, dim=dim, every=options["step"])
 
 
 def pad(known: Known, step: Step) -> Operation:
-    """Return the padding: with a value, or with rows and columns of the map."""
+    """Return the padding by a value, or by rows and columns of the map (reflect, replicate)."""
     info = known.first(step)
-    given = arguments(step)
+    options = arguments(step)
     ndim = info.first.dim()
-    amounts = list(given["pad"]) + [0] * (2 * ndim - len(given["pad"]))
+    amounts = list(options["pad"]) + [0] * (2 * ndim - len(options["pad"]))
     sides = {dim: amounts[2 * (ndim - 1 - dim) :][:2] for dim in info.axes}
-    mode = given.get("mode", "constant")
+    mode = options.get("mode", "constant")
     if mode == "constant":
         rules = {dim: Window(1, 1, before) for dim, (before, _) in sides.items()}
-        value = float(given.get("value") or 0.0)
+        value = float(options.get("value") or 0.0)
         return on_map(info, step, kernels.pad_rows, rules, amounts=tuple(amounts), value=value)
     if not any(map(any, sides.values())):
         return Operation(step, info.moved(step.value, info.dims), plain)
@@ -214,19 +217,19 @@ def pad(known: Known, step: Step) -> Operation:
         amounts[2 * (ndim - 1 - dim) : 2 * (ndim - dim)] = [0, 0]
 
     def resample_others(x: Tensor, shape: Sequence[int]) -> Tensor:
-        left = amounts[: len(given["pad"])]
-        made: Tensor = aten.pad.default(x, left, mode) if any(left) else x
-        return made
+        others = amounts[: len(options["pad"])]
+        padded: Tensor = aten.pad.default(x, others, mode) if any(others) else x
+        return padded
 
     return _resampling(info, step, places, resample_others)
 
 
 def upsample(known: Known, step: Step) -> Operation:
-    """Return the resampling to the nearest row and column, or between two."""
+    """Return the resampling, nearest or linear, as a lookup that the operation itself defines."""
     info = check_image(known, step)
-    given = arguments(step)
-    scales = given.get("scale_factors")
-    more = {"align_corners": given["align_corners"]} if "align_corners" in given else {}
+    options = arguments(step)
+    scales = options.get("scale_factors")
+    more = {"align_corners": options["align_corners"]} if "align_corners" in options else {}
     target = step.target
     count = info.value.dim() - 2
     places: dict[int, tuple[list[int], list[float] | None]] = {}
@@ -235,28 +238,30 @@ def upsample(known: Known, step: Step) -> Operation:
         ones[dim - 2] = -1
         size = [1] * count
         size[dim - 2] = step.value.shape[dim]
-        own = [1.0] * count
+        scale_factors = [1.0] * count
         if scales:
-            own[dim - 2] = scales[dim - 2]
-        found = target(
+            scale_factors[dim - 2] = scales[dim - 2]
+        position = target(
             _ramp(info, dim).reshape(1, 1, *ones),
             None if scales else size,
-            scale_factors=own if scales else None,
+            scale_factors=scale_factors if scales else None,
             **more,
         ).flatten()
-        lower = found.floor().clamp(0, info.value.shape[dim] - 1).long()
-        places[dim] = lower.tolist(), (found - lower).tolist() if more else None
+        lower = position.floor().clamp(0, info.value.shape[dim] - 1).long()
+        places[dim] = lower.tolist(), (position - lower).tolist() if more else None
 
     def resample_others(x: Tensor, shape: Sequence[int]) -> Tensor:
         if len(places) == count:
             return x
-        own = (
+        scale_factors = (
             [1.0 if place + 2 in places else scales[place] for place in range(count)]
             if scales
             else None
         )
-        made: Tensor = target(x, None if scales else list(shape[2:]), scale_factors=own, **more)
-        return made
+        resampled: Tensor = target(
+            x, None if scales else list(shape[2:]), scale_factors=scale_factors, **more
+        )
+        return resampled
 
     return _resampling(info, step, places, resample_others)
 
@@ -275,9 +280,9 @@ def _resampling(
     places: Mapping[int, tuple[list[int], list[float] | None]],
     sides: Callable[[Tensor, Sequence[int]], Tensor],
 ) -> Operation:
-    """Return the operation that takes rows by number, or two of them by shares, along each axis.
+    """Return a lookup along each axis: by index, or linear between two indices by share.
 
-    Then `sides` resamples the dimensions that are no axes.
+    `sides` resamples the dimensions that are no axes.
     """
     rules: dict[int, Rule] = {}
     state: dict[int, tuple[list[int], list[int], list[float] | None]] = {}
@@ -293,7 +298,7 @@ def _resampling(
 
 
 def _running(function: Callable[[int, int], int], values: Iterable[int]) -> Iterator[int]:
-    kept: int | None = None
+    latest: int | None = None
     for value in values:
-        kept = value if kept is None else function(kept, value)
-        yield kept
+        latest = value if latest is None else function(latest, value)
+        yield latest

@@ -24,7 +24,8 @@ from gems.streaming.operations.operation import (
     Known,
     Operation,
     arguments,
-    each,
+    leaves,
+    map_refs,
     refs,
     reshaped,
     with_argument,
@@ -106,10 +107,10 @@ class TokenSteps:
         None if the step has to be run on what it reads.
         """
         name = step.operation
-        found = [self._tokens.get(ref.number) for ref in refs(step)]
-        if not found:
+        inputs = [self._tokens.get(ref.number) for ref in refs(step)]
+        if not inputs:
             return None
-        tokens = next((each for each in found if each is not None), None)
+        tokens = next((value for value in inputs if value is not None), None)
         if name in _VIEWS or (name in ("squeeze", "unsqueeze") and tokens is not None):
             return self._viewed(step)
         if tokens is None:
@@ -118,18 +119,18 @@ class TokenSteps:
             return tokens  # sums of products have at least 32 bits
         if name in ("permute", "transpose", "t") and tokens.values is None and tokens.is_flat:
             return self._permuted(step, tokens)
-        if any(each is not None and each.is_softmax for each in found):
-            return self._weighted(step, found)
+        if any(value is not None and value.is_softmax for value in inputs):
+            return self._weighted(step, inputs)
         others = [
             self._known.infos[self._numbers[ref.number]]
-            for ref, each in zip(refs(step), found, strict=True)
-            if each is None
+            for ref, value in zip(refs(step), inputs, strict=True)
+            if value is None
         ]
         if any(info.kind != STATIC for info in others):
             return None
         if name in ROW_FOR_ROW:
-            return self._elementwise(step, found)
-        if len(found) - len(others) > 1:
+            return self._elementwise(step, inputs)
+        if len(inputs) - len(others) > 1:
             return None
         if name in REDUCTIONS and not others:
             return self._reduced(step, tokens)
@@ -165,8 +166,8 @@ class TokenSteps:
         elif any(len(groups[place]) > 1 for place in holding):
             return None
         elif tokens is not None:
-            own = [place for place, dims in enumerate(groups) if {*dims} & {*tokens.dims}]
-            first, num = own[0], own[-1] + 1 - own[0]
+            held_dims = [place for place, dims in enumerate(groups) if {*dims} & {*tokens.dims}]
+            first, num = held_dims[0], held_dims[-1] + 1 - held_dims[0]
         is_softmax = tokens is not None and tokens.is_softmax
         before = self._sizes(tokens) if tokens is not None and is_softmax else None
         if before is not None and prod(before) != prod(wanted[first : first + num]):
@@ -175,98 +176,98 @@ class TokenSteps:
         if wanted != list(shape):
             value = info.value.new_empty(wanted)
             source = self._add(reshaped(step, Ref(source), value))
-        made = Tokens(source, first, num, is_flat, is_softmax)
-        if not self._known.infos[source].axes.keys() <= {*made.dims}:
+        viewed = Tokens(source, first, num, is_flat, is_softmax)
+        if not self._known.infos[source].axes.keys() <= {*viewed.dims}:
             return None
-        return made if is_flat or made.is_softmax else source
+        return viewed if is_flat or viewed.is_softmax else source
 
     def _permuted(self, step: Step, tokens: Tokens) -> Tokens:
         ndim = step.value.dim()
         order = list(range(ndim))
-        given = arguments(step)
+        named = arguments(step)
         if step.operation == "permute":
-            order = [dim % ndim for dim in given["dims"]]
+            order = [dim % ndim for dim in named["dims"]]
         elif step.operation == "t":
             order.reverse()
         else:
-            one, two = (given[key] % ndim for key in ("dim0", "dim1"))
+            one, two = (named[key] % ndim for key in ("dim0", "dim1"))
             order[one], order[two] = order[two], order[one]
         first = order.index(tokens.first)
         whole = [tokens.moved(dim) for dim in order]
         whole[first : first + 1] = tokens.dims
         value = self._info(tokens).value.permute(whole)
         args = (Ref(tokens.number), whole)
-        made = self._add(
+        number = self._add(
             replace(step, target=aten.permute.default, args=args, kwargs={}, value=value)
         )
-        return tokens._replace(number=made, first=first)
+        return tokens._replace(number=number, first=first)
 
-    def _elementwise(self, step: Step, found: Sequence[Tokens | None]) -> Tokens | None:
+    def _elementwise(self, step: Step, inputs: Sequence[Tokens | None]) -> Tokens | None:
         """Return an operation on each position, of tokens and of what is there for all of them."""
-        given = arguments(step)
+        named = arguments(step)
         places = set()
-        for tokens in found:
+        for tokens in inputs:
             if tokens is not None:
                 behind = self._info(tokens).first.dim() - tokens.first - tokens.num
                 places.add((behind, tuple(self._sizes(tokens))))
-        if len(places) > 1 or (step.operation in _DROPOUTS and given["train"] and given["p"]):
+        if len(places) > 1 or (step.operation in _DROPOUTS and named["train"] and named["p"]):
             return None
         behind, sizes = places.pop()
         first = step.value.dim() - 1 - behind
-        if step.operation in _BY_CHANNEL and (first < 2 or given.get("training")):
+        if step.operation in _BY_CHANNEL and (first < 2 or named.get("training")):
             return None
-        if any(each.dim() > behind for each in self._fixed(step)):
+        if any(tensor.dim() > behind for tensor in self._fixed(step)):
             return None
-        made = Tokens(-1, first, len(sizes))
+        output = Tokens(-1, first, len(sizes))
         if step.operation == "cat":
-            dim = given["dim"] % step.value.dim()
+            dim = named["dim"] % step.value.dim()
             if dim == first:
                 return None
-            step = replace(step, args=(step.args[0], made.moved(dim)), kwargs={})
-        return self._added(step, made, sizes)
+            step = replace(step, args=(step.args[0], output.moved(dim)), kwargs={})
+        return self._added(step, output, sizes)
 
     def _fixed(self, step: Step) -> list[Tensor]:
         """Return the tensors that a step takes beside tokens."""
-        found: list[Tensor] = []
-        left: list[Any] = [step.args, step.kwargs]
-        while left:
-            value = left.pop()
-            if isinstance(value, Weight):
-                found.append(value.get())
-            elif isinstance(value, Ref) and value.number not in self._tokens:
-                found.append(self._known.infos[self._numbers[value.number]].first)
-            elif isinstance(value, list | tuple | Mapping):
-                left += value.values() if isinstance(value, Mapping) else value
-        return [each for each in found if isinstance(each, Tensor)]
+        values = [
+            leaf.get()
+            if isinstance(leaf, Weight)
+            else self._known.infos[self._numbers[leaf.number]].first
+            for leaf in leaves(step)
+            if isinstance(leaf, Weight)
+            or (isinstance(leaf, Ref) and leaf.number not in self._tokens)
+        ]
+        return [value for value in values if isinstance(value, Tensor)]
 
     def _along(self, step: Step, tokens: Tokens) -> Tokens | None:
         """Return an operation along dimensions that are not of positions."""
-        name, given = step.operation, arguments(step) if step.operation != "getitem" else {}
+        name, named = step.operation, arguments(step) if step.operation != "getitem" else {}
         info = self._info(tokens)
         ndim = info.first.dim() - tokens.num + 1
         sizes = self._sizes(tokens)
         behind = ndim - 1 - tokens.first
         if name in ("linear", "matmul"):
             weights = self._fixed(step)[:1] if name == "matmul" else []
-            is_given = refs(step)[0] == step.args[0] and all(each.dim() == 2 for each in weights)
-            return self._added(step, tokens, sizes) if behind and is_given else None
+            is_first = refs(step)[0] == step.args[0] and all(
+                weight.dim() == 2 for weight in weights
+            )
+            return self._added(step, tokens, sizes) if behind and is_first else None
         if name in ("layer_norm", "rms_norm"):
-            is_inside = len(given["normalized_shape"]) <= behind
+            is_inside = len(named["normalized_shape"]) <= behind
             return self._added(step, tokens, sizes) if is_inside else None
         if name == "getitem":
             return self._added(step, tokens, sizes)
         if name not in (*_ALONG_ONE, "select", "unbind"):
             return None
-        dim = given["dim"] % ndim
+        dim = named["dim"] % ndim
         if dim == tokens.first:
-            is_softmax = name == "softmax" and given["dtype"] is None
+            is_softmax = name == "softmax" and named["dtype"] is None
             return tokens._replace(is_softmax=True) if is_softmax else None
-        made = tokens
+        output = tokens
         if name in ("select", "unbind"):
-            made = tokens._replace(first=tokens.first - (dim < tokens.first))
-        return self._added(with_argument(step, "dim", tokens.moved(dim)), made, sizes)
+            output = tokens._replace(first=tokens.first - (dim < tokens.first))
+        return self._added(with_argument(step, "dim", tokens.moved(dim)), output, sizes)
 
-    def _added(self, step: Step, made: Tokens, sizes: Sequence[int]) -> Tokens:
+    def _added(self, step: Step, output: Tokens, sizes: Sequence[int]) -> Tokens:
         """Add a step on maps in place of tokens, and return the tokens that it gives."""
 
         def moved(ref: Ref) -> Ref:
@@ -277,12 +278,14 @@ class TokenSteps:
             if isinstance(value, tuple | list):
                 return type(value)(map(expanded, value))
             shape = list(value.shape)
-            shape[made.first : made.first + 1] = sizes
+            shape[output.first : output.first + 1] = sizes
             return value.new_empty(shape)
 
         value = expanded(step.value)
-        args, kwargs = each(moved, step.args), each(moved, step.kwargs)
-        return made._replace(number=self._add(replace(step, args=args, kwargs=kwargs, value=value)))
+        args, kwargs = map_refs(moved, step.args), map_refs(moved, step.kwargs)
+        return output._replace(
+            number=self._add(replace(step, args=args, kwargs=kwargs, value=value))
+        )
 
     def _reduced(self, step: Step, tokens: Tokens) -> Tokens | int | None:
         """Return a reduction over positions, if they are among its dimensions."""
@@ -293,40 +296,44 @@ class TokenSteps:
         if tokens.first not in over:
             if step.operation not in _OVER_SEVERAL:
                 return None
-            gone = 0 if arguments(step)["keepdim"] else sum(dim < tokens.first for dim in over)
-            made = tokens._replace(first=tokens.first - gone)
-            return self._added(with_argument(step, "dim", dims), made, self._sizes(tokens))
+            num_dropped = (
+                0 if arguments(step)["keepdim"] else sum(dim < tokens.first for dim in over)
+            )
+            output = tokens._replace(first=tokens.first - num_dropped)
+            return self._added(with_argument(step, "dim", dims), output, self._sizes(tokens))
         place = over.index(tokens.first)
         dims[place : place + 1] = tokens.dims
         step = replace(step, args=(Ref(tokens.number), *step.args[1:]))
         return self._add(over_positions(self._known, step, dims))
 
-    def _weighted(self, step: Step, found: Sequence[Tokens | None]) -> Tokens | int | None:
+    def _weighted(self, step: Step, inputs: Sequence[Tokens | None]) -> Tokens | int | None:
         """Return a sum of values times a softmax over positions, or the product to be summed."""
-        places = [place for place, each in enumerate(found) if each is not None and each.is_softmax]
-        weights = found[places[0]]
+        places = [
+            place for place, tokens in enumerate(inputs) if tokens is not None and tokens.is_softmax
+        ]
+        weights = inputs[places[0]]
         assert weights is not None
         if len(places) > 1:
             return None
         if step.operation == "sum" and weights.values is not None:
             return self._attended(step, weights, weights.values, self._summed(step, weights))
-        if len(found) != 2 or weights.values is not None:
+        if len(inputs) != 2 or weights.values is not None:
             return None
-        values = found[1 - places[0]]
+        values = inputs[1 - places[0]]
         if step.operation == "mul":
             return self._product(step, weights, values, refs(step)[1 - places[0]])
         if step.operation not in _PRODUCTS or values is None or not weights.is_flat:
             return None
-        if not self._contracts(step, [each for each in found if each is not None]):
+        if not self._contracts(step, [tokens for tokens in inputs if tokens is not None]):
             return None
         target, is_first = step.target, places[0] == 0
 
         def combine(one: Tensor, other: Tensor) -> Tensor:
-            given = [one, other] if is_first else [other, one]
-            made: Tensor = (
-                target(step.args[0], given) if step.operation == "einsum" else target(*given)
+            factors = [one, other] if is_first else [other, one]
+            product: Tensor = (
+                target(step.args[0], factors) if step.operation == "einsum" else target(*factors)
             )
-            return made
+            return product
 
         return self._attended(step, weights, values, combine)
 
@@ -361,16 +368,16 @@ class TokenSteps:
             return None
         return lambda one, other: (one * other).sum(-1 - behind, keepdim=True)
 
-    def _contracts(self, step: Step, found: Sequence[Tokens]) -> bool:
+    def _contracts(self, step: Step, factors: Sequence[Tokens]) -> bool:
         """Return whether a product adds up over the positions, and over nothing else."""
-        ndims: list[int] = [self._info(each).value.dim() - each.num + 1 for each in found]
+        ndims: list[int] = [self._info(factor).value.dim() - factor.num + 1 for factor in factors]
         if step.operation != "einsum":
-            return found[0].first == ndims[0] - 1 and 0 <= ndims[1] - 2 == found[1].first
+            return factors[0].first == ndims[0] - 1 and 0 <= ndims[1] - 2 == factors[1].first
         left, _, right = step.args[0].replace(" ", "").partition("->")
         terms = left.split(",")
         if not right or "." in left or [len({*term}) for term in terms] != ndims:
             return False
-        letters = {term[each.first] for term, each in zip(terms, found, strict=True)}
+        letters = {term[factor.first] for term, factor in zip(terms, factors, strict=True)}
         return len(letters) == 1 and {*left} - {","} - letters == {*right}
 
     def _attended(
@@ -383,7 +390,7 @@ class TokenSteps:
         if combine is None or values.is_softmax:
             return None
         step = replace(step, args=(Ref(weights.number), Ref(values.number)), kwargs={})
-        groups = [(each.first, each.num) for each in (weights, values)]
+        groups = [(tokens.first, tokens.num) for tokens in (weights, values)]
         return self._add(attention(self._known, step, groups, combine))
 
 
@@ -394,20 +401,22 @@ def _grouped(
 
     Dimensions of size 1 that are no axes may come and go.
     """
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     place = 0
     for size in wanted:
-        own: list[int] = []
+        group: list[int] = []
         while size > 1 and place < len(shape) and shape[place] == 1 and place not in axes:
             place += 1
         reached = 1
-        while place < len(shape) and (not own or reached < size) and reached * shape[place] <= size:
-            own.append(place)
+        while (
+            place < len(shape) and (not group or reached < size) and reached * shape[place] <= size
+        ):
+            group.append(place)
             reached *= shape[place]
             place += 1
         if reached != size:
             return None
-        found.append(own)
-    left = {dim for dim in range(len(shape)) if not any(dim in own for own in found)}
-    is_lost = any(dim in axes or shape[dim] > 1 for dim in left)
-    return None if is_lost else found
+        groups.append(group)
+    missing = {dim for dim in range(len(shape)) if not any(dim in group for group in groups)}
+    is_lost = any(dim in axes or shape[dim] > 1 for dim in missing)
+    return None if is_lost else groups
