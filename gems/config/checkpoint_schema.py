@@ -20,8 +20,8 @@ def newest_checkpoint(folder: Path) -> Path | None:
     if (folder / MANIFEST_JSON).exists():
         return folder
     inner = folder / "checkpoints"
-    found = (inner if inner.is_dir() else folder).glob(f"step*/{MANIFEST_JSON}")
-    numbered = [path.parent for path in found if path.parent.name[4:].isdecimal()]
+    manifests = (inner if inner.is_dir() else folder).glob(f"step*/{MANIFEST_JSON}")
+    numbered = [path.parent for path in manifests if path.parent.name[4:].isdecimal()]
     return max(numbered, key=lambda path: int(path.name[4:]), default=None)
 
 

@@ -289,13 +289,13 @@ class ClusterConfig:
 
         Those of the run if neither is known.
         """
-        own = self.ranks_per_node or 1
+        run_ranks = self.ranks_per_node or 1
         if self.gpus_per_node:
-            return max(own, self.gpus_per_node)
+            return max(run_ranks, self.gpus_per_node)
         return (
-            own
+            run_ranks
             if self.usable_cpus_per_node is None
-            else max(own, self.usable_cpus_per_node // self.cpus_per_rank)
+            else max(run_ranks, self.usable_cpus_per_node // self.cpus_per_rank)
         )
 
     @property
@@ -320,8 +320,8 @@ class ClusterConfig:
 
 def num_bound(cpu_bind: str | None) -> int | None:
     """Return how many CPUs or masks a binding lists, or None for a word that lists none."""
-    found = CPU_BIND.fullmatch(cpu_bind or "")
-    places = found and (found["map"] or found["mask"])
+    match = CPU_BIND.fullmatch(cpu_bind or "")
+    places = match and (match["map"] or match["mask"])
     return len(places.split(",")) if places else None
 
 

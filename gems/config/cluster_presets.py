@@ -38,7 +38,7 @@ def matching(folders: Sequence[Path], names: Sequence[str]) -> dict[str, str]:
     Raises:
         ConfigError: a preset's file is not YAML.
     """
-    found: dict[str, str] = {}
+    presets: dict[str, str] = {}
     for path in (path for folder in folders for path in sorted((folder / GROUP).glob("*.yaml"))):
         try:
             values = yaml.safe_load(path.read_text())
@@ -50,15 +50,15 @@ def matching(folders: Sequence[Path], names: Sequence[str]) -> dict[str, str]:
         for pattern in hosts if isinstance(hosts, list) else ():
             fitting = [name for name in names if fnmatchcase(name, str(pattern).lower())]
             if fitting:
-                found[path.stem] = fitting[0]
-    return found
+                presets[path.stem] = fitting[0]
+    return presets
 
 
 @functools.cache
 def _choose(folders: tuple[Path, ...], names: tuple[str, ...]) -> str:
-    found = matching(folders, names)
+    presets = matching(folders, names)
     here = " or ".join(names)
-    if not found:
+    if not presets:
         raise ConfigError(
             GROUP,
             AUTO,
@@ -66,14 +66,14 @@ def _choose(folders: tuple[Path, ...], names: tuple[str, ...]) -> str:
             "give cluster=local to run here, cluster=NAME for a known machine, or draft a preset of"
             " this one: gems-jobs discover",
         )
-    if len(found) > 1:
+    if len(presets) > 1:
         raise ConfigError(
             GROUP,
             AUTO,
-            f"the host {here} fits several presets: {', '.join(sorted(found))}",
+            f"the host {here} fits several presets: {', '.join(sorted(presets))}",
             "give cluster=NAME",
         )
-    ((preset, name),) = found.items()
+    ((preset, name),) = presets.items()
     print(
         f"gems: cluster={preset}, by the host name {name}; cluster=NAME overrides it",
         file=sys.stderr,

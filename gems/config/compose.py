@@ -83,10 +83,10 @@ def composed(overrides: Sequence[str], cluster: str = LOCAL) -> RunSpec:
     """
     overrides = rewritten(overrides)
     check_overrides(overrides)
-    given = parsed(overrides)
+    words = parsed(overrides)
     folders = config_folders(overrides)
-    values = [override for override in given if _is_value(override, folders)]
-    choices = tuple(str(override.input_line) for override in given if override not in values)
+    values = [override for override in words if _is_value(override, folders)]
+    choices = tuple(str(override.input_line) for override in words if override not in values)
     try:
         # these choices depend on more than files
         if cluster == AUTO or any(PACKAGE in word for word in choices):
@@ -96,7 +96,7 @@ def composed(overrides: Sequence[str], cluster: str = LOCAL) -> RunSpec:
                 _kept_options(choices, cluster, _option_files(folders), _registered_names())
             )
         ConfigLoaderImpl._apply_overrides_to_config(values, config)  # as Hydra itself does last
-        _give_way(config, given)
+        _give_way(config, words)
         spec = _to_spec(config)
     except GemsError:
         raise
@@ -105,29 +105,29 @@ def composed(overrides: Sequence[str], cluster: str = LOCAL) -> RunSpec:
     return spec
 
 
-def _give_way(config: DictConfig, given: Sequence[Override]) -> None:
+def _give_way(config: DictConfig, words: Sequence[Override]) -> None:
     """Take away an experiment's replications and parts if they contradict the user's own micro-batches."""
-    own = {str(override.key_or_group) for override in given}
+    names = {str(override.key_or_group) for override in words}
     parallel = config.parallel
     runs = parallel.replications
     parts = parallel.parts
     total = parallel.micro_batches
     if (
-        "experiment" in own
-        and MICRO_BATCHES in own
+        "experiment" in names
+        and MICRO_BATCHES in names
         and None not in (runs, parts, total)
         and runs * parts != total
     ):
-        for name in {"replications", "parts"} - {key.removeprefix("parallel.") for key in own}:
+        for name in {"replications", "parts"} - {key.removeprefix("parallel.") for key in names}:
             parallel[name] = None
 
 
 def _with_experiment(error: ConfigError, overrides: Sequence[str]) -> ConfigError:
     """Return the error, with the experiment that sets its key, if it is a count that no override sets."""
-    given = {str(override.key_or_group): override for override in parsed(overrides)}
-    if "experiment" not in given or error.key not in COUNTS or error.key in given:
+    words = {str(override.key_or_group): override for override in parsed(overrides)}
+    if "experiment" not in words or error.key not in COUNTS or error.key in words:
         return error
-    line = given["experiment"].input_line
+    line = words["experiment"].input_line
     return ConfigError(
         error.key, error.value, f"is set by {line}, and {error.allowed}", error.advice
     )
@@ -179,10 +179,10 @@ def changed(spec: RunSpec, overrides: Sequence[str], takes_options: bool = False
     """
     overrides = [hydra_word(word) for word in overrides]
     check_overrides(overrides)
-    given = parsed(overrides)
+    words = parsed(overrides)
     try:
         config = OmegaConf.structured(spec)
-        for override in given:
+        for override in words:
             key = str(override.key_or_group)
             option = override.value()
             if takes_options and options_of(key) and isinstance(option, str):
@@ -197,11 +197,11 @@ def changed(spec: RunSpec, overrides: Sequence[str], takes_options: bool = False
                     "as in cluster.minutes=90",
                 )
             OmegaConf.update(config, key, override.value(), force_add=FREE.match(key) is not None)
-        made = OmegaConf.to_object(config)
+        spec_object = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:
         raise translate(error, overrides) from error
-    assert isinstance(made, RunSpec)
-    return resolve(made)
+    assert isinstance(spec_object, RunSpec)
+    return resolve(spec_object)
 
 
 def _option_values(group: str, option: str) -> dict[str, Any]:
@@ -277,11 +277,12 @@ def _with_cluster(words: Sequence[str], cluster: str) -> list[str]:
         ConfigError: no preset for this machine, or several experiments, of which each may choose
         one.
     """
-    given = parsed(words)
-    if cluster == LOCAL or any(override.key_or_group == GROUP for override in given):
+    parsed_words = parsed(words)
+    if cluster == LOCAL or any(override.key_or_group == GROUP for override in parsed_words):
         return list(words)
     if any(
-        override.key_or_group == "experiment" and override.is_sweep_override() for override in given
+        override.key_or_group == "experiment" and override.is_sweep_override()
+        for override in parsed_words
     ):
         raise ConfigError(
             GROUP, cluster, "is not chosen for several experiments at once", f"add {GROUP}=NAME"

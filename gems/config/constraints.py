@@ -464,11 +464,11 @@ def check_metrics(metrics: Mapping[str, Any], monitor: str | None, task: str) ->
     """
     _check_names(metrics)
     figures = list(FIGURES_OF_TASK[task])
-    own = []
+    custom = []
     for name, options in metrics.items():
         kind = str(options.get("name", name))
         if options.get("target"):
-            own.append(name)
+            custom.append(name)
         elif task not in METRICS[kind]:
             text = f"is for {' and '.join(METRICS[kind])}"
             raise ConfigError(f"metrics.{name}", kind, text, f"data.task is {task}")
@@ -478,7 +478,7 @@ def check_metrics(metrics: Mapping[str, Any], monitor: str | None, task: str) ->
         return
     figure = monitor.removeprefix("validation_")
     if figure not in figures and not any(
-        figure == name or figure.startswith(f"{name}_") for name in own
+        figure == name or figure.startswith(f"{name}_") for name in custom
     ):
         more = [
             name
@@ -486,7 +486,7 @@ def check_metrics(metrics: Mapping[str, Any], monitor: str | None, task: str) ->
             if task in tasks and name not in (*TABLES, *figures)
         ]
         advice = f"ask for another: metrics=[{','.join(more)}]" if more else "give one of them"
-        raise ConfigError("train.monitor", monitor, one_of([*figures, *own]), advice)
+        raise ConfigError("train.monitor", monitor, one_of([*figures, *custom]), advice)
 
 
 def _check_train(train: TrainConfig) -> None:

@@ -60,7 +60,7 @@ def write_experiment(path: Path, text: str) -> None:
 def _differing(
     values: Mapping[str, Any], base: Mapping[str, Any], left_out: Sequence[str] = ()
 ) -> dict[str, Any]:
-    found = {}
+    differing = {}
     for key, value in values.items():
         if key in left_out or value == base[key]:
             continue
@@ -68,5 +68,5 @@ def _differing(
         is_section = (
             isinstance(value, Mapping) and isinstance(base[key], Mapping) and key != "kwargs"
         )
-        found[key] = _differing(value, base[key]) if is_section else value
-    return found
+        differing[key] = _differing(value, base[key]) if is_section else value
+    return differing

@@ -235,25 +235,27 @@ class Key:
 def keys(schema: type, prefix: str = "") -> tuple[Key, ...]:
     """Return every key of a dataclass and of those in it."""
     hints = type_hints(schema)
-    found: list[Key] = []
+    entries: list[Key] = []
     for field in fields(schema):
         kind = hints[field.name]
         if is_dataclass(kind):
-            found += keys(cast(type, kind), f"{prefix}{field.name}.")
+            entries += keys(cast(type, kind), f"{prefix}{field.name}.")
             continue
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         bare = _without_none(kind)
-        found.append(
+        entries.append(
             Key(f"{prefix}{field.name}", bare, bare is not kind, default, field.metadata["rule"])
         )
-    return tuple(found)
+    return tuple(entries)
 
 
 @cache
 def type_hints(schema: Any) -> dict[str, Any]:
     """Return the types of a dataclass's fields."""
-    own = {each.name: each.metadata["kind"] for each in fields(schema) if "kind" in each.metadata}
-    return get_type_hints(schema) | own
+    explicit = {
+        field.name: field.metadata["kind"] for field in fields(schema) if "kind" in field.metadata
+    }
+    return get_type_hints(schema) | explicit
 
 
 def check_fields(config: Any, prefix: str = "", types_only: bool = False) -> None:
@@ -304,7 +306,7 @@ def _check(key: str, value: Any, kind: Any, rule: Rule | None) -> None:
 
 def _without_none(kind: Any) -> Any:
     if isinstance(kind, UnionType) and kind not in (*KINDS, COUNTS):
-        (kind,) = (each for each in get_args(kind) if each is not NoneType)
+        (kind,) = (option for option in get_args(kind) if option is not NoneType)
     return kind
 
 
@@ -314,9 +316,9 @@ def build(schema: type[T], values: Any, key: str = "") -> T:
     Raises:
         ConfigError: no mapping, an unknown key, or a value of another type.
     """
-    made = _build(schema, values, key)
-    check_fields(made, f"{key}." if key else "", types_only=True)
-    return made
+    instance = _build(schema, values, key)
+    check_fields(instance, f"{key}." if key else "", types_only=True)
+    return instance
 
 
 def _build(schema: type[T], values: Any, key: str) -> T:
@@ -324,7 +326,7 @@ def _build(schema: type[T], values: Any, key: str) -> T:
         raise ConfigError(key, values, "must be a mapping of keys to values")
     hints = type_hints(cast(Any, schema))
     prefix = f"{key}." if key else ""
-    made = {}
+    arguments = {}
     for name, value in values.items():
         if name not in hints:
             raise ConfigError(f"{prefix}{name}", value, one_of(nearest(str(name), hints)))
@@ -336,8 +338,8 @@ def _build(schema: type[T], values: Any, key: str) -> T:
                 _build(cast(Any, entry[0]), row, f"{prefix}{name}[{index}]")
                 for index, row in enumerate(value)
             ]
-        made[name] = value
-    return schema(**made)
+        arguments[name] = value
+    return schema(**arguments)
 
 
 def renamed_error(key: str, value: object) -> ConfigError | None:
@@ -356,21 +358,21 @@ def renamed_error(key: str, value: object) -> ConfigError | None:
 
 def with_new_names(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run.yaml as a mapping of sections, with old keys and values under their new names."""
-    found = {
+    sections = {
         name: dict(value) if isinstance(value, Mapping) else value
         for name, value in document.items()
     }
     for (key, old_value), value in VALUES.items():
         section, _, name = key.partition(".")
-        if isinstance(found.get(section), dict) and found[section].get(name) == old_value:
-            found[section][name] = value
+        if isinstance(sections.get(section), dict) and sections[section].get(name) == old_value:
+            sections[section][name] = value
     for key, new_key in RENAMED.items():
         section, _, name = key.partition(".")
-        if isinstance(found.get(section), dict) and name in found[section]:
-            value = found[section].pop(name)
+        if isinstance(sections.get(section), dict) and name in sections[section]:
+            value = sections[section].pop(name)
             new_section, _, new_name = new_key.partition(".")
-            found.setdefault(new_section, {})[new_name] = not value if key in INVERTED else value
-    return found
+            sections.setdefault(new_section, {})[new_name] = not value if key in INVERTED else value
+    return sections
 
 
 def renamed_word(key: str, value: str) -> tuple[str, str]:

@@ -86,10 +86,10 @@ def hydra_word(override: str) -> str:
     Hydra's `_target_` is our `target`. An old key is taken under its new name, with one line of
     warning.
     """
-    given, equals, value = override.partition("=")
-    key, value = renamed_word(given.replace("._target_", ".target"), value)
-    if equals and given in RENAMED:
-        _log.warning("%s is now called %s: took %s=%s", given, key, key, value)
+    name, equals, value = override.partition("=")
+    key, value = renamed_word(name.replace("._target_", ".target"), value)
+    if equals and name in RENAMED:
+        _log.warning("%s is now called %s: took %s=%s", name, key, key, value)
     if is_size(key) or not FREE.match(key):
         value = plain_number(key, value)
     override = f"{key}{equals}{value}"
@@ -141,13 +141,13 @@ REGISTERED: dict[str, Callable[[], Iterable[str]]] = {
 }
 
 
-def import_plugins(given: Sequence[Override]) -> None:
+def import_plugins(overrides: Sequence[Override]) -> None:
     """Import the modules that `plugins=` names, so that the names that they register can be given.
 
     Raises:
         ConfigError: one cannot be imported.
     """
-    values = {str(override.key_or_group): override.value() for override in given}
+    values = {str(override.key_or_group): override.value() for override in overrides}
     named = values.get("plugins") or []
     if not isinstance(named, list):
         raise ConfigError(
@@ -174,11 +174,11 @@ def check_overrides(overrides: Sequence[str]) -> None:
     Raises:
         ConfigError: one does not; with the nearest valid keys or options.
     """
-    given = parsed(overrides)
-    import_plugins(given)
-    folders = [CONF, *search_path(given)]
+    words = parsed(overrides)
+    import_plugins(words)
+    folders = [CONF, *search_path(words)]
     valid = list(valid_keys(folders))
-    for override in given:
+    for override in words:
         _check_override(override, valid, folders)
 
 
@@ -188,13 +188,13 @@ def parsed(overrides: Sequence[str]) -> list[Override]:
     Raises:
         ConfigError: one is not of the form key=value.
     """
-    found: list[Override] = []
+    words: list[Override] = []
     for text in overrides:
         # the bytes of the command line are not UTF-8
         if any("\ud800" <= char <= "\udfff" for char in text):
             raise ConfigError("override", ascii(text), "is no text in UTF-8")
         try:
-            found += _parsed(text)
+            words += _parsed(text)
         except HydraException as error:
             raise ConfigError(
                 "override",
@@ -202,7 +202,7 @@ def parsed(overrides: Sequence[str]) -> list[Override]:
                 "not of the form key=value",
                 "quote special characters: 'key=\"a b\"'",
             ) from error
-    return found
+    return words
 
 
 @functools.lru_cache(maxsize=4096)
@@ -211,9 +211,9 @@ def _parsed(text: str) -> tuple[Override, ...]:
     return tuple(OverridesParser.create().parse_overrides([text]))
 
 
-def search_path(given: Sequence[Override]) -> Iterator[Path]:
+def search_path(overrides: Sequence[Override]) -> Iterator[Path]:
     """Yield the user's own configuration folders, from hydra.searchpath."""
-    for override in given:
+    for override in overrides:
         values = override.value() if override.key_or_group == "hydra.searchpath" else None
         for entry in values if isinstance(values, list) else ():
             path = Path(str(entry).removeprefix(FILE))
@@ -281,17 +281,19 @@ def translate(error: Exception, words: Sequence[str]) -> ConfigError:
     chain = (error, error.__cause__, error.__context__)
     cause = next((one for one in chain if isinstance(one, OmegaConfBaseException)), error)
     first = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-    given = {name.lstrip("+"): value for name, _, value in (word.partition("=") for word in words)}
+    values_by_key = {
+        name.lstrip("+"): value for name, _, value in (word.partition("=") for word in words)
+    }
     quoted = first.replace("+", "")
     # errors of Python's own, as OverflowError, have the key in their text alone
     named = re.search(r"full_key: (\S+)", str(cause))
-    key = named[1] if named else next((name for name in given if f"'{name}" in quoted), "")
+    key = named[1] if named else next((name for name in values_by_key if f"'{name}" in quoted), "")
     if not key and "interpolation" in first:
         # OmegaConf cannot name the key of a recursion that reaches Python's limit before its own
-        key = next((name for name in reversed(given) if "${" in given[name]), "")
+        key = next((name for name in reversed(values_by_key) if "${" in values_by_key[name]), "")
     value = getattr(cause, "value", None)
     if value is None or isinstance(value, list):
-        value = given.get(key, IN_CONF)
+        value = values_by_key.get(key, IN_CONF)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         if (renamed := renamed_error(key, value)) is not None:
             return renamed

@@ -34,21 +34,27 @@ class TargetFileSource(FileConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Return a file's configuration, with `_target_` as target and kwargs."""
-        found = super().load_config(config_path)
+        result = super().load_config(config_path)
         group = config_path.partition("/")[0]
-        if group in _KEYS and isinstance(found.config, DictConfig) and _TARGET in found.config:
-            values = OmegaConf.to_container(found.config)
+        if group in _KEYS and isinstance(result.config, DictConfig) and _TARGET in result.config:
+            values = OmegaConf.to_container(result.config)
             assert isinstance(values, dict)
-            found.config = OmegaConf.create(
+            result.config = OmegaConf.create(
                 _translated(group, {str(key): value for key, value in values.items()})
             )
-        return found
+        return result
 
 
 def _translated(group: str, values: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: values[key] for key in (*_KEYS[group], "defaults") if key in values}
-    given = {key: value for key, value in values.items() if key not in (*kept, *_HYDRA, "kwargs")}
-    return {**kept, "target": values[_TARGET], "kwargs": {**given, **(values.get("kwargs") or {})}}
+    sections = {key: values[key] for key in (*_KEYS[group], "defaults") if key in values}
+    target_kwargs = {
+        key: value for key, value in values.items() if key not in (*sections, *_HYDRA, "kwargs")
+    }
+    return {
+        **sections,
+        "target": values[_TARGET],
+        "kwargs": {**target_kwargs, **(values.get("kwargs") or {})},
+    }
 
 
 def register() -> None:

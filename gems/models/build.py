@@ -102,14 +102,14 @@ def freeze(layers: Iterable[tuple[str, nn.Module]], patterns: Sequence[str]) -> 
     used = set()
     for layer, module in layers:
         for name, parameter in module.named_parameters():
-            found = {
-                p
-                for p in patterns
-                if any(fnmatchcase(word, p) for word in (layer, name, f"{layer}.{name}"))
+            matched = {
+                pattern
+                for pattern in patterns
+                if any(fnmatchcase(word, pattern) for word in (layer, name, f"{layer}.{name}"))
             }
-            if found:
+            if matched:
                 parameter.requires_grad_(False)
-            used |= found
+            used |= matched
     return used
 
 
@@ -121,8 +121,8 @@ def input_spec(
     It is images (N, C, H, W) in `dtype`, or int64 tokens (N, ...).
     """
     is_image = kind_of(data) == IMAGES
-    name, kept = ("image", dtype) if is_image else ("tokens", torch.int64)
-    return TensorSpec(name, (micro_batch_size, *sample_shape(data)), kept)
+    name, input_dtype = ("image", dtype) if is_image else ("tokens", torch.int64)
+    return TensorSpec(name, (micro_batch_size, *sample_shape(data)), input_dtype)
 
 
 def boundary_shapes(
@@ -141,8 +141,8 @@ def boundary_shapes(
     `output_names`. Parts of a user's network may pass on other tensors if `training` is False.
     """
     wide, low = as_precision(dtype)
-    given = wide if input_dtype in (None, low) else input_dtype
-    specs: tuple[TensorSpec, ...] = (TensorSpec("image", tuple(input_shape), given or wide),)
+    first_dtype = wide if input_dtype in (None, low) else input_dtype
+    specs: tuple[TensorSpec, ...] = (TensorSpec("image", tuple(input_shape), first_dtype or wide),)
     out: list[tuple[TensorSpec, ...]] = []
     for layer in layers:
         with _noting(layer, specs):

@@ -184,31 +184,31 @@ def whole_layers(layers: Sequence[Layer]) -> tuple[Operator, ...]:
 
 def operators_of(layers: Sequence[Layer]) -> tuple[Operator, ...]:
     """Return the operators of a model, each after those that it reads."""
-    found: list[Operator] = []
+    operators: list[Operator] = []
     for index, layer in enumerate(layers):
-        last = len(found) - 1
+        last = len(operators) - 1
         options = dict(layer.options)
         steps = options["steps"] if layer.target == _CHAIN and not options.get("carried") else ()
         if not any(isinstance(step, Fork) for step in steps):
-            found.append(Operator(layer.name, index, "", (last,) if last >= 0 else ()))
+            operators.append(Operator(layer.name, index, "", (last,) if last >= 0 else ()))
             continue
-        _add_steps(found, layer.name, index, steps, "steps", last)
-    return tuple(found)
+        _add_steps(operators, layer.name, index, steps, "steps", last)
+    return tuple(operators)
 
 
 def num_branching(operators: Sequence[Operator]) -> int:
     """Return the number of layers that fork."""
-    return len({each.layer for each in operators if each.path is None})
+    return len({operator.layer for operator in operators if operator.path is None})
 
 
 def _add_steps(
-    found: list[Operator], name: str, layer: int, steps: Sequence[Step], path: str, last: int
+    operators: list[Operator], name: str, layer: int, steps: Sequence[Step], path: str, last: int
 ) -> int:
     """Add consecutive steps after operator `last`, and return the number of the last of them."""
     for number, step in enumerate(steps):
         here = f"{path}.{number}"
         if not isinstance(step, Fork):
-            found.append(
+            operators.append(
                 Operator(
                     f"{name}.{here.removeprefix('steps.')}",
                     layer,
@@ -216,12 +216,12 @@ def _add_steps(
                     (last,) if last >= 0 else (),
                 )
             )
-            last = len(found) - 1
+            last = len(operators) - 1
             continue
         ends = tuple(
-            _add_steps(found, name, layer, branch, f"{here}.branches.{which}", last)
+            _add_steps(operators, name, layer, branch, f"{here}.branches.{which}", last)
             for which, branch in enumerate(step.branches)
         )
-        found.append(Operator(f"{name}.{here.removeprefix('steps.')}.join", layer, None, ends))
-        last = len(found) - 1
+        operators.append(Operator(f"{name}.{here.removeprefix('steps.')}.join", layer, None, ends))
+        last = len(operators) - 1
     return last

@@ -164,14 +164,13 @@ def run_identity(spec: RunSpec) -> dict[str, Any]:
     return identity | {"seed": spec.seed, "global batch": spec.parallel.global_batch}
 
 
-def changed_code(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str | None:
-    """Return a target of the user's whose code is another than when a checkpoint was saved.
+def changed_code(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:
+    """Return one of the user's targets whose code has changed since a checkpoint was saved, or None.
 
-    None if there is none.
-    A checkpoint of a version that did not note the code has none to compare with.
+    Checkpoints of versions that did not record the code are not compared.
     """
     before = theirs.get(CODE, {})
-    now = mine.get(CODE, {})
+    now = ours.get(CODE, {})
     return next((target for target in now if before.get(target, now[target]) != now[target]), None)
 
 
@@ -186,21 +185,21 @@ def rank_layout(plan: RankPlan) -> dict[str, Any]:
 
 
 def difference(
-    theirs: Mapping[str, Any], mine: Mapping[str, Any], prefix: str = ""
+    theirs: Mapping[str, Any], ours: Mapping[str, Any], prefix: str = ""
 ) -> tuple[str, Any, Any] | None:
     """Return the first key in which two identities differ except in code, with both values.
 
     None if they are equal.
     """
-    for key in sorted({*theirs, *mine} - {CODE}):
-        left = theirs.get(key)
-        right = mine.get(key)
-        if isinstance(left, Mapping) and isinstance(right, Mapping):
-            inner = difference(left, right, f"{prefix}{key}.")
+    for key in sorted({*theirs, *ours} - {CODE}):
+        their_value = theirs.get(key)
+        our_value = ours.get(key)
+        if isinstance(their_value, Mapping) and isinstance(our_value, Mapping):
+            inner = difference(their_value, our_value, f"{prefix}{key}.")
             if inner is not None:
                 return inner
-        elif left != right:
-            return f"{prefix}{key}", left, right
+        elif their_value != our_value:
+            return f"{prefix}{key}", their_value, our_value
     return None
 
 
@@ -219,9 +218,11 @@ def prune(checkpoints: Path, keep: int) -> None:
 
     The manifest is removed first, so that an incomplete folder is never taken for a checkpoint.
     """
-    found = _newest_first(checkpoints)
+    folders = _newest_first(checkpoints)
     whole = checkpoint_folders(checkpoints)
-    for folder in found[found.index(whole[0]) :] if whole else ():  # newer ones are being written
+    for folder in (
+        folders[folders.index(whole[0]) :] if whole else ()
+    ):  # newer ones are being written
         if folder not in whole[:keep]:
             with contextlib.suppress(OSError):
                 (folder / MANIFEST_JSON).unlink(missing_ok=True)

@@ -151,11 +151,11 @@ def _check_continues(train: TrainConfig, identity: dict[str, Any], start: StartP
             "restore that code, or set train.resume=force to go on with the present one",
         )
     if other is not None:
-        key, theirs, mine = other
+        key, theirs, ours = other
         raise ConfigError(
             "train.resume",
             path,
-            f"was saved with another {key}: {theirs}, and here it is {mine}",
+            f"was saved with another {key}: {theirs}, and here it is {ours}",
             "use the same, or start from its weights alone with train.initial_checkpoint",
         )
     if manifest.step >= train.steps + start.is_own:
@@ -189,9 +189,9 @@ def _first_complete(folder: Path, comm: Comm, resume: str, is_own: bool) -> Chec
     for candidate in candidates:
         manifest, damage = broadcast(comm, _read(candidate) if comm.rank == 0 else None)
         if manifest is not None:
-            mine = manifest.files[comm.rank :: comm.size]
+            share = manifest.files[comm.rank :: comm.size]
             damages = allgather(
-                comm, next((d for w in mine if (d := find_damage(candidate, w)) is not None), None)
+                comm, next((d for w in share if (d := find_damage(candidate, w)) is not None), None)
             )
             damage = next((damage for damage in damages if damage is not None), None)
             if damage is None:

@@ -197,12 +197,12 @@ class Saver:
             self._source.take(self._losses)
             num_bytes = self._source.num_bytes()
         total = self._control.sum_to_first([num_bytes])
-        mine = None
+        local_error = None
         if total is not None:
-            mine = _result(self._thread.submit(make_room, self._folder.checkpoints, int(total[0])))[
-                1
-            ]
-        error: SaveError | None = broadcast(self._control.comm, mine)
+            local_error = _result(
+                self._thread.submit(make_room, self._folder.checkpoints, int(total[0]))
+            )[1]
+        error: SaveError | None = broadcast(self._control.comm, local_error)
         if error is None:
             self._pending = self._step, self._thread.submit(self._write, self._step)
         return error
@@ -311,8 +311,8 @@ class Saver:
 
     def _save_and_stop(self) -> None:
         self._retry(self._begin_to_save() or self._complete())
-        mine = self._stop.reason() if self._stop is not None else None
-        reasons = self._control.comm.gather(mine)
+        local_reason = self._stop.reason() if self._stop is not None else None
+        reasons = self._control.comm.gather(local_reason)
         if reasons is not None:
             reason = next((reason for reason in reasons if reason is not None), "unknown")
             utc = datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -63,17 +63,17 @@ def state_tensors(rank: Rank) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         The tensors that the next forward changes, and those that only the optimizer changes.
     """
     owners = layer_owners(rank)
-    mine = rank.comm.rank
+    index = rank.comm.rank
     early = _random_states(rank)
     late = {}
     update = rank.update
     averages = {} if update.average is None else update.average.by_parameter()
-    if mine == 0:
+    if index == 0:
         early[SCHEDULE] = update.schedule.state()
         if update.scale is not None:
             early[LOSS_SCALE] = update.scale.state()
     for (direction, _), name, part, module in _layers(rank):
-        if owners[part] == mine:
+        if owners[part] == index:
             early |= {f"buffers/{name}/{key}": buffer for key, buffer in module.named_buffers()}
             for key, parameter in module.named_parameters():
                 late[f"parameters/{name}/{key}"] = parameter.detach()
@@ -204,11 +204,11 @@ class _Shards(contextlib.ExitStack):
 
     def copy_into(self, target: Tensor, rank: int, name: str) -> None:
         """Read a tensor into an existing one."""
-        found = self.tensor(rank, name)
-        if found.shape != target.shape or found.dtype != target.dtype:
-            theirs, mine = (f"{tuple(t.shape)} {t.dtype}" for t in (found, target))
-            raise self._misfit(rank, f"has {name} as {theirs}, not {mine}")
-        target.copy_(found)
+        saved = self.tensor(rank, name)
+        if saved.shape != target.shape or saved.dtype != target.dtype:
+            theirs, ours = (f"{tuple(t.shape)} {t.dtype}" for t in (saved, target))
+            raise self._misfit(rank, f"has {name} as {theirs}, not {ours}")
+        target.copy_(saved)
 
     def _misfit(self, rank: int, what: str) -> ConfigError:
         return ConfigError(
@@ -303,12 +303,12 @@ class HostCopy:
         before = self._copies
         self._copies = {}
         for name, tensor in (early | late).items():
-            kept = before.get(name)
-            if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-                kept = torch.empty(
+            buffer = before.get(name)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                buffer = torch.empty(
                     tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu"
                 )
-            self._copies[name] = kept
+            self._copies[name] = buffer
         if self._cuda is None:
             self._copy(early | late)
             return

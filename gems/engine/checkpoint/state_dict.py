@@ -61,7 +61,7 @@ def read_state_dict(path: Path, model: ModelConfig) -> dict[str, Tensor]:
             for key, value in state.items()
         }
     try:
-        found: Any = (
+        state: Any = (
             load_file(path)
             if path.suffix == SAFETENSORS
             else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -73,19 +73,19 @@ def read_state_dict(path: Path, model: ModelConfig) -> dict[str, Tensor]:
         ) from error
     for name in NESTED:
         if (
-            isinstance(found, Mapping)
-            and not _is_state_dict(found)
-            and isinstance(found.get(name), Mapping)
+            isinstance(state, Mapping)
+            and not _is_state_dict(state)
+            and isinstance(state.get(name), Mapping)
         ):
-            found = found[name]
-    if not isinstance(found, Mapping) or not _is_state_dict(found):
+            state = state[name]
+    if not isinstance(state, Mapping) or not _is_state_dict(state):
         kind = (
-            f"keys {_listed(map(str, found))}"
-            if isinstance(found, Mapping)
-            else type(found).__name__
+            f"keys {_listed(map(str, state))}"
+            if isinstance(state, Mapping)
+            else type(state).__name__
         )
         raise ConfigError(KEY, path, f"holds no state dict, but {kind}", "save module.state_dict()")
-    return dict(found)
+    return dict(state)
 
 
 def _read_layers(path: Path) -> weights.Weights:
@@ -111,8 +111,8 @@ def _read_layers(path: Path) -> weights.Weights:
     return layers
 
 
-def _is_state_dict(found: Mapping[Any, Any]) -> bool:
-    return bool(found) and all(isinstance(value, Tensor) for value in found.values())
+def _is_state_dict(state: Mapping[Any, Any]) -> bool:
+    return bool(state) and all(isinstance(value, Tensor) for value in state.values())
 
 
 def full_name(model: ModelConfig, layer: str, key: str) -> str:
@@ -150,7 +150,7 @@ class Match:
 
 def match_names(
     wanted: Mapping[str, Sequence[int]],
-    given: Mapping[str, Sequence[int]],
+    saved_shapes: Mapping[str, Sequence[int]],
     path: Path | str,
     prefix: str | None = None,
     is_strict: bool = True,
@@ -166,9 +166,11 @@ def match_names(
     Raises:
         ConfigError: No name fits, a shape differs, or, if strict, names are missing or left over.
     """
-    removed, added = _prefixes(wanted, given) if prefix is None else (prefix, "")
+    removed, added = _prefixes(wanted, saved_shapes) if prefix is None else (prefix, "")
     theirs = {
-        added + name.removeprefix(removed): name for name in given if name.startswith(removed)
+        added + name.removeprefix(removed): name
+        for name in saved_shapes
+        if name.startswith(removed)
     }
     is_new = {name: any(fnmatchcase(name, pattern) for pattern in new) for name in wanted}
     names = {name: theirs[name] for name in wanted if name in theirs and not is_new[name]}
@@ -176,24 +178,24 @@ def match_names(
         raise ConfigError(
             KEY,
             path,
-            f"has no tensor of this model (it has {_listed(given)}, the model has"
+            f"has no tensor of this model (it has {_listed(saved_shapes)}, the model has"
             f" {_listed(wanted)})",
             "give the prefix of its names by train.initial_prefix",
         )
     for name, saved in names.items():
-        if tuple(wanted[name]) != tuple(given[saved]):
+        if tuple(wanted[name]) != tuple(saved_shapes[saved]):
             layer = name.rpartition(".")[0]
             raise ConfigError(
                 KEY,
                 path,
-                f"has {saved} of shape {_shape(given[saved])}, and the model"
+                f"has {saved} of shape {_shape(saved_shapes[saved])}, and the model"
                 f" {_shape(wanted[name])}",
                 f"draw it anew by train.initial_new=[{layer}.*]",
             )
     anew = tuple(name for name in wanted if name not in names and not name.endswith(COUNTER))
     missing = [name for name in anew if not is_new[name]]
     used = {*names.values(), *(theirs[name] for name in wanted if name in theirs)}
-    unused = tuple(name for name in given if name not in used and not name.endswith(COUNTER))
+    unused = tuple(name for name in saved_shapes if name not in used and not name.endswith(COUNTER))
     advice = (
         "name what may be drawn anew by train.initial_new=[...], or set train.initial_strict=false"
     )
@@ -209,10 +211,10 @@ def match_names(
     return Match(names, anew, unused, removed, added)
 
 
-def _prefixes(wanted: Iterable[str], given: Iterable[str]) -> tuple[str, str]:
+def _prefixes(wanted: Iterable[str], saved_names: Iterable[str]) -> tuple[str, str]:
     """Return the prefixes to remove from and to add to the file's names for most matches."""
     ours = set(wanted)
-    theirs = set(given)
+    theirs = set(saved_names)
     heads = [(head, "") for head in _heads(theirs)] + [("", head) for head in _heads(ours)]
 
     def num_fits(prefixes: tuple[str, str]) -> int:
@@ -229,7 +231,7 @@ def _heads(names: Iterable[str]) -> list[str]:
     """Return the first word and the first two words of each name, with their dots."""
     words = [name.split(".") for name in names]
     return sorted(
-        {".".join(each[:count]) + "." for each in words for count in (1, 2) if len(each) > count}
+        {".".join(parts[:count]) + "." for parts in words for count in (1, 2) if len(parts) > count}
     )
 
 
@@ -259,19 +261,19 @@ def restore(rank: Rank, path: Path) -> Match:
         name: tuple(value.shape)
         for name, value in whole_model(model, spec.data, device="meta").state_dict().items()
     }
-    given = {name: tuple(value.shape) for name, value in state.items()}
+    saved_shapes = {name: tuple(value.shape) for name, value in state.items()}
     match = match_names(
-        wanted, given, path, train.initial_prefix, train.initial_strict, train.initial_new
+        wanted, saved_shapes, path, train.initial_prefix, train.initial_strict, train.initial_new
     )
     for key in rank.stages.modules:
         for layer_name, module in rank.stages.named_layers(key):
             full = {inner: full_name(model, layer_name, inner) for inner in module.state_dict()}
-            found = {
+            tensors = {
                 inner: state[match.names[name]]
                 for inner, name in full.items()
                 if name in match.names
             }
-            module.load_state_dict(found, strict=False)
+            module.load_state_dict(tensors, strict=False)
     return match
 
 
@@ -327,13 +329,13 @@ def trained_model(path: Path, model: ModelConfig, data: DataConfig) -> nn.Module
     """
     module = whole_model(model, data)
     state = module.state_dict()
-    found = read_state_dict(path, model)
+    weights = read_state_dict(path, model)
     for name in {name for name, _ in module.named_buffers()} - state.keys():
-        found.pop(name, None)  # a checkpoint also has the buffers that are not persistent
-    strange = [name for name in found if name not in state]
+        weights.pop(name, None)  # a checkpoint also has the buffers that are not persistent
+    strange = [name for name in weights if name not in state]
     if strange:
         raise ConfigError(KEY, path, f"has weights of another model: {_listed(strange)}")
-    module.load_state_dict(state | found, strict=True)
+    module.load_state_dict(state | weights, strict=True)
     return module.eval()
 
 

@@ -184,8 +184,8 @@ class EmulatedSums:
             0
         ] * schedule.num_stages
         self._used = 0
-        held = [self._counts[stage] for _, stage in schedule.placement.stages_on(rank)]
-        self._gradients = np.zeros(sum(held), np.float32)
+        counts = [self._counts[stage] for _, stage in schedule.placement.stages_on(rank)]
+        self._gradients = np.zeros(sum(counts), np.float32)
         self._under_way: list[tuple[Action, Request, int]] = []
 
     def start(self, action: Action) -> None:

@@ -77,10 +77,10 @@ def measure_hop(
 
 def hop_times_s(times: list[Times], trips: int) -> list[float]:
     """Return the seconds of a hop by pair of neighbours and by trip, from the ranks' events."""
-    found = []
+    times_s = []
     for here, there in pairwise(times):
         for m in range(trips):
             away = here[Kind.RECV_B, m][1] - here[Kind.F, m][1]
             with_it = there[Kind.B, m][1] - there[Kind.RECV_F, m][1]
-            found.append((away - with_it) / 2 * 1e-9)
-    return found
+            times_s.append((away - with_it) / 2 * 1e-9)
+    return times_s

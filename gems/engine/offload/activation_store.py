@@ -327,8 +327,8 @@ class ActivationStore:
             for saved in storages
             if saved.on_host is not None and not saved.is_on_device
         ]
-        copy, made = self._copier.copy_in([on_host for _, on_host in moved])
-        for (saved, _), tensor in zip(moved, made, strict=True):
+        copy, tensors = self._copier.copy_in([on_host for _, on_host in moved])
+        for (saved, _), tensor in zip(moved, tensors, strict=True):
             memory = tensor.untyped_storage()
             saved.coming = None if copy.is_waited_for else copy
             saved.rebuild(memory, tensor)

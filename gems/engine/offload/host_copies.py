@@ -43,8 +43,8 @@ class CpuCopier:
     def copy_in(self, on_host: Sequence[Tensor]) -> tuple[Copy, list[Tensor]]:
         """Copy tensors of the host to new ones of version 0 on the device."""
         start = time.perf_counter_ns()
-        made = [tensor.clone() for tensor in on_host]
-        return _ended(start, made), made
+        copies = [tensor.clone() for tensor in on_host]
+        return _ended(start, copies), copies
 
     def wait(self, copy: Copy) -> None:
         """Do nothing."""
@@ -94,7 +94,7 @@ class CudaCopier:
             for tensor, source in zip(fresh, on_host, strict=True):
                 tensor.copy_(source, non_blocking=True)
         end.record(self._in)
-        return Copy(start, end, _num_bytes(fresh), tuple(fresh)), [each.data for each in fresh]
+        return Copy(start, end, _num_bytes(fresh), tuple(fresh)), [tensor.data for tensor in fresh]
 
     def wait(self, copy: Copy) -> None:
         """Make compute that is posted from now on wait for the copy; the host does not wait."""

@@ -62,12 +62,12 @@ class SavedTensor:
                 self.layout = _layout_of(tensor)
             self.tensor = None
 
-    def rebuild(self, made: Tensor) -> None:
+    def rebuild(self, tensor: Tensor) -> None:
         """Take a tensor of version 0 with the same layout and bytes."""
         # split layers record versions themselves, and expect the same version again
         for _ in range(self.version):
-            torch.autograd.graph.increment_version(made)
-        self.tensor = made
+            torch.autograd.graph.increment_version(tensor)
+        self.tensor = tensor
 
 
 Saved = SavedTensor | StayingTensor
@@ -141,11 +141,11 @@ class SavedStorage:
 
     def save(self, tensor: Tensor) -> SavedTensor:
         """Return the saved form of a tensor, without memory if the storage has left."""
-        made = SavedTensor(tensor, self)
+        saved = SavedTensor(tensor, self)
         if not self.is_on_device:
-            made.drop_memory()
-        self._tensors.append(weakref.ref(made))
-        return made
+            saved.drop_memory()
+        self._tensors.append(weakref.ref(saved))
+        return saved
 
     def memory(self) -> UntypedStorage | None:
         """Return the device memory, or None if it has left and no tensor in flight holds it."""
@@ -233,8 +233,8 @@ class Trail:
         """Forget storages that stay; no place is left of tensors that all stay."""
         self.moves = [[key for key in keys if key in self.moved] for keys in self.moves]
         for number, places in enumerate(self.saves):
-            left = [place if place and place.number in self.moved else None for place in places]
-            self.saves[number] = left if any(left) else []
+            moved = [place if place and place.number in self.moved else None for place in places]
+            self.saves[number] = moved if any(moved) else []
 
 
 class SavedTensorTable:
@@ -250,7 +250,7 @@ class SavedTensorTable:
         self,
         segments: Iterable[int],
         offloaded: Collection[int],
-        given: Sequence[Tensor],
+        inputs: Sequence[Tensor],
         takes_inputs: bool = False,
         trail: Trail | None = None,
     ) -> None:
@@ -268,8 +268,8 @@ class SavedTensorTable:
         self.leaving: dict[int, Copy] = {}
         self.coming: dict[int, Copy] = {}
         self.for_weights: set[SavedStorage] = set()  # read later by weight gradients
-        self.input_bytes = sum(tensor.nbytes for tensor in given) if takes_inputs else None
-        self.given = set() if takes_inputs else storage_addresses(given)  # addresses
+        self.input_bytes = sum(tensor.nbytes for tensor in inputs) if takes_inputs else None
+        self.given = set() if takes_inputs else storage_addresses(inputs)  # addresses
         self._storages: dict[Key, SavedStorage] = {}
         self._by_address: dict[int, SavedStorage] = {}
         self._outputs: dict[int, set[Key]] = {}
@@ -379,8 +379,8 @@ class SavedTensorTable:
                 if number is not None and number not in self.trail.moved:
                     self.add_memory(SavedStorage(number, memory), memory)
             return
-        found = [self.find(memory) for memory in memories]
-        numbers = self.trail.outputs[segment] = [saved and saved.number for saved in found]
+        storages = [self.find(memory) for memory in memories]
+        numbers = self.trail.outputs[segment] = [storage and storage.number for storage in storages]
         self._outputs[segment] = {number for number in numbers if number is not None}
 
     def offload(self, segment: int) -> list[SavedStorage]:

@@ -61,7 +61,7 @@ class Gradients:
         )
         self._flat = torch.zeros(end_of_message + num_seconds, dtype=dtype, device=device)
         self._packed = self._flat[num_gradients:end_of_message]
-        parts = torch.split(self._packed, [each[0].numel() for each in self._statistics])
+        parts = torch.split(self._packed, [tensors[0].numel() for tensors in self._statistics])
         groups = zip(parts, self._statistics, strict=True)
         self._means = [part.view_as(tensor) for part, tensors in groups for tensor in tensors]
         # a second copy of a stage on the rank (the middle stage of an odd number) is added before
@@ -132,8 +132,8 @@ class Gradients:
 
     def poll(self) -> None:
         """Let the started sums make progress."""
-        for each, _ in self._unreported:
-            if not each.poll():
+        for sums, _ in self._unreported:
+            if not sums.poll():
                 break
         while self._unreported and self._unreported[0][0].is_over:
             self._unreported.pop(0)[1]()
@@ -154,11 +154,11 @@ class Gradients:
                 torch.cat([mean.reshape(-1) for mean in means], out=self._packed)
                 self._packed.div_(num_ranks)
         if num_ranks > 1:
-            for each in self._started:
-                each.post()
+            for sums in self._started:
+                sums.post()
             self._sum.start()
-            for each in (*self._started, self._sum):
-                each.finish()
+            for sums in (*self._started, self._sum):
+                sums.finish()
             self.poll()
             self._started.clear()
         with torch.no_grad():

@@ -171,14 +171,14 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
     Other values, such as functions, are no state and come from the configuration.
     """
-    kept = {}
+    plain = {}
     for key, value in values.items():
         with contextlib.suppress(TypeError, ValueError):
             if json.loads(json.dumps(value)) == (
                 list(value) if isinstance(value, tuple) else value
             ):
-                kept[key] = value
-    return kept
+                plain[key] = value
+    return plain
 
 
 def _as_in(now: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:

@@ -34,16 +34,16 @@ def raise_nonfinite(rank: Rank, step: int, batch: Batch) -> NoReturn:
     Raises:
         RankFailedError: The error names the step, the rank and the layer.
     """
-    found = find_nonfinite(rank, step, batch)
-    if rank.comm.rank == found.rank:
+    finding = find_nonfinite(rank, step, batch)
+    if rank.comm.rank == finding.rank:
         norm = rank.update.grad_norm
         raise RankFailedError(
-            f"step {step} is not finite (gradient norm {norm:g}) at rank {found.rank}:"
-            f" {found.what}; no weight has changed since the step before; lower the learning rate,"
+            f"step {step} is not finite (gradient norm {norm:g}) at rank {finding.rank}:"
+            f" {finding.what}; no weight has changed since the step before; lower the learning rate,"
             " or set train.max_grad_norm or train.on_nonfinite=skip"
         )
     rank.connections.control.barrier()
-    raise RankFailedError(f"step {step} is not finite, as rank {found.rank} reports")
+    raise RankFailedError(f"step {step} is not finite, as rank {finding.rank} reports")
 
 
 def find_nonfinite(rank: Rank, step: int, batch: Batch) -> Finding:
@@ -52,23 +52,23 @@ def find_nonfinite(rank: Rank, step: int, batch: Batch) -> Finding:
     This is the first layer whose output is not finite; if all outputs are finite, the last layer
     with a gradient that is not.
     """
-    mine: list[Finding] = []
+    findings: list[Finding] = []
     number = rank.comm.rank
     rank.recorder.is_on = False
     with ExitStack() as watches, rank.update.repeated():
         for layer in rank.stages.layers:
             hook = layer.module.register_forward_hook(
-                partial(_watch, mine, layer, number), always_call=False
+                partial(_watch, findings, layer, number), always_call=False
             )
             watches.callback(hook.remove)
         for stage in rank.train.stages.values():
             watches.enter_context(
-                stage.watched(partial(_watch_strips, mine, rank.stages.layers, number))
+                stage.watched(partial(_watch_strips, findings, rank.stages.layers, number))
             )
         rank.train.run(step, batch)
     for layer in rank.stages.layers:
         if not all(_is_finite(p.grad) for p in layer.module.parameters() if p.grad is not None):
-            mine.append(
+            findings.append(
                 Finding(
                     1,
                     -layer.place,
@@ -79,37 +79,42 @@ def find_nonfinite(rank: Rank, step: int, batch: Batch) -> Finding:
     nothing = Finding(
         2, 0, 0, "the loss, though all outputs and gradients of a second try are finite"
     )
-    return min(min(found, default=nothing) for found in allgather(rank.comm, mine))
+    return min(min(of_rank, default=nothing) for of_rank in allgather(rank.comm, findings))
 
 
 def _watch(
-    found: list[Finding], layer: NumberedLayer, rank: int, module: nn.Module, given: Any, made: Any
+    findings: list[Finding],
+    layer: NumberedLayer,
+    rank: int,
+    module: nn.Module,
+    inputs: Any,
+    outputs: Any,
 ) -> None:
-    if _is_finite(made):
+    if _is_finite(outputs):
         return
-    if layer.place == 0 and not _is_finite(given):
+    if layer.place == 0 and not _is_finite(inputs):
         what = "samples of the batch are not finite"
     else:
         what = f"the first output that is not finite is that of layer {layer.name}"
-    found.append(Finding(0, layer.place, rank, what))
+    findings.append(Finding(0, layer.place, rank, what))
 
 
 def _watch_strips(
-    found: list[Finding],
+    findings: list[Finding],
     layers: Sequence[NumberedLayer],
     rank: int,
     name: str,
-    made: tuple[Any, ...],
+    outputs: tuple[Any, ...],
 ) -> None:
     """Watch an operation of the module `name`.
 
     It belongs to the layer with the longest name that begins the module's name.
     """
     layer = max(
-        (each for each in layers if f"{name}.".startswith(f"{each.name}.")),
-        key=lambda each: len(each.name),
+        (candidate for candidate in layers if f"{name}.".startswith(f"{candidate.name}.")),
+        key=lambda candidate: len(candidate.name),
     )
-    _watch(found, layer, rank, layer.module, None, made)
+    _watch(findings, layer, rank, layer.module, None, outputs)
 
 
 def _is_finite(values: Any) -> bool:

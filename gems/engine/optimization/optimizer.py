@@ -46,14 +46,16 @@ def build_optimizer(
         kwargs["fused"] = True
     if not any(group["params"] for group in groups):
         groups[0]["params"] = [nn.Parameter(torch.empty(0))]
-    made = call_target("optimizer.target", target, kwargs, config.path, groups)
-    if not isinstance(made, torch.optim.Optimizer):
+    optimizer = call_target("optimizer.target", target, kwargs, config.path, groups)
+    if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
-            "optimizer.target", target, f"must give a torch Optimizer, gives {type(made).__name__}"
+            "optimizer.target",
+            target,
+            f"must give a torch Optimizer, gives {type(optimizer).__name__}",
         )
-    _refuse_coupled(made, target)
-    made.register_step_post_hook(_count_changes)
-    return made
+    _refuse_coupled(optimizer, target)
+    optimizer.register_step_post_hook(_count_changes)
+    return optimizer
 
 
 def _count_changes(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -73,9 +75,9 @@ def _may_be_fused(kwargs: Mapping[str, Any], groups: Iterable[Mapping[str, Any]]
     return bool(parameters) and is_fit and kwargs.keys().isdisjoint(FORMS)
 
 
-def _refuse_coupled(made: torch.optim.Optimizer, target: str) -> None:
-    closure = inspect.signature(made.step).parameters.get("closure")
-    if isinstance(made, torch.optim.LBFGS) or (
+def _refuse_coupled(optimizer: torch.optim.Optimizer, target: str) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if isinstance(optimizer, torch.optim.LBFGS) or (
         closure is not None and closure.default is inspect.Parameter.empty
     ):
         raise ConfigError(
@@ -85,12 +87,12 @@ def _refuse_coupled(made: torch.optim.Optimizer, target: str) -> None:
             " part of the model",
             "use one that steps by gradients alone",
         )
-    limit = made.defaults.get("max_grad_norm")
+    limit = optimizer.defaults.get("max_grad_norm")
     if limit is not None:
         raise ConfigError(
             "optimizer.kwargs",
             f"max_grad_norm: {limit}",
-            f"{type(made).__name__} would clip by the norm of one rank's gradients, which depends"
+            f"{type(optimizer).__name__} would clip by the norm of one rank's gradients, which depends"
             " on the partition",
             f"set optimizer.kwargs.max_grad_norm=null train.max_grad_norm={limit:g}, which is"
             " exact",

@@ -205,5 +205,5 @@ def _samples_per_epoch(data: DataConfig, seed: int, interval: str, comm: Comm) -
     """Return the number of training samples; collective if the source must be asked for it."""
     if interval != EPOCH or not find_source(data).counts_itself:
         return data.train_samples
-    mine = open_dataset(data, seed).num_train if comm.rank == 0 else None
-    return int(broadcast(comm, mine))
+    count = open_dataset(data, seed).num_train if comm.rank == 0 else None
+    return int(broadcast(comm, count))

@@ -67,7 +67,7 @@ def write_affinity(
         _log.warning(line)
     table: dict[str, Any] = {
         "mpi_library": library(),
-        "ranks": [asdict(each) for each in locations],
+        "ranks": [asdict(location) for location in locations],
     }
     try:
         write_json(path, table, indent=None)
@@ -114,15 +114,15 @@ def warnings(locations: Sequence[RankLocation], cpus_per_rank: int) -> list[str]
     lines = []
     of_gpu: dict[tuple[str, str], list[RankLocation]] = defaultdict(list)
     of_node: dict[str, list[RankLocation]] = defaultdict(list)
-    for each in locations:
-        of_node[each.node].append(each)
-        if each.gpu_uuid is not None:
-            of_gpu[each.node, each.gpu_uuid].append(each)
+    for rank in locations:
+        of_node[rank.node].append(rank)
+        if rank.gpu_uuid is not None:
+            of_gpu[rank.node, rank.gpu_uuid].append(rank)
     shared = [group for group in of_gpu.values() if len(group) > 1]
     if shared:
         gpu = shared[0][0]
         lines.append(
-            f"ranks {ranges(each.rank for each in shared[0])} on node {gpu.node} share one GPU"
+            f"ranks {ranges(rank.rank for rank in shared[0])} on node {gpu.node} share one GPU"
             f" ({gpu.gpu_name}, {gpu.gpu_uuid}){_more(len(shared), 'GPUs')}; see"
             " cluster.gpus_per_node, cluster.ranks_per_node, cluster.gpu_bind and"
             " cluster.device_order"
@@ -130,14 +130,14 @@ def warnings(locations: Sequence[RankLocation], cpus_per_rank: int) -> list[str]
     crowded = [group for here in of_node.values() if (group := _crowded(here, cpus_per_rank))]
     if crowded:
         group = crowded[0]
-        cpus = ranges(cpu for each in group for cpu in numbers(each.cpus))
+        cpus = ranges(cpu for rank in group for cpu in numbers(rank.cpus))
         lines.append(
-            f"ranks {ranges(each.rank for each in group)} on node {group[0].node} share CPUs"
+            f"ranks {ranges(rank.rank for rank in group)} on node {group[0].node} share CPUs"
             f" {cpus}, fewer than {cpus_per_rank} a rank, and the node has"
             f" {group[0].node_cpus}{_more(len(crowded), 'nodes')}; see cluster.cpu_bind and"
             " cluster.cpus_per_rank"
         )
-    far = [each for each in locations if each.is_far]
+    far = [rank for rank in locations if rank.is_far]
     if far:
         one = far[0]
         here = of_node[far[0].node]
@@ -152,21 +152,21 @@ def warnings(locations: Sequence[RankLocation], cpus_per_rank: int) -> list[str]
 
 def _nearer(here: Sequence[RankLocation]) -> str:
     """Return the configuration keys that bring ranks and GPUs together, with values if known."""
-    ranks = sorted(here, key=lambda each: each.local_rank)
+    ranks = sorted(here, key=lambda rank: rank.local_rank)
     order = []
-    free = {each.gpu_index: each.gpu_numa_node for each in ranks}
-    for each in ranks:
-        near = next((index for index, node in free.items() if node in each.numa_nodes), None)
+    free = {rank.gpu_index: rank.gpu_numa_node for rank in ranks}
+    for rank in ranks:
+        near = next((index for index, node in free.items() if node in rank.numa_nodes), None)
         if near is not None:
             free.pop(near)
             order.append(near)
     is_whole = (
-        [each.local_rank for each in ranks] == [*range(len(ranks))]
+        [rank.local_rank for rank in ranks] == [*range(len(ranks))]
         and not free
         and None not in order
     )
-    sees_all = all(each.visible_gpus == len(ranks) for each in ranks)
-    nodes = [each.gpu_numa_node for each in ranks]
+    sees_all = all(rank.visible_gpus == len(ranks) for rank in ranks)
+    nodes = [rank.gpu_numa_node for rank in ranks]
     bind = "" if None in nodes else f"=map_ldom:{','.join(map(str, nodes))}"
     devices = f"=[{','.join(map(str, order))}]" if is_whole and sees_all else ""
     return f"cluster.device_order{devices} or cluster.cpu_bind{bind}"
@@ -177,19 +177,19 @@ def _crowded(here: Sequence[RankLocation], cpus_per_rank: int) -> list[RankLocat
     if here[0].node_cpus < len(here) * cpus_per_rank:
         return []
     groups: list[tuple[set[int], list[RankLocation]]] = []
-    for each in here:
-        cpus = set(numbers(each.cpus))
+    for rank in here:
+        cpus = set(numbers(rank.cpus))
         met = [group for group in groups if group[0] & cpus]
         groups = [group for group in groups if group not in met]
         groups.append(
             (
                 cpus.union(*(group[0] for group in met)),
-                [*(r for group in met for r in group[1]), each],
+                [*(member for group in met for member in group[1]), rank],
             )
         )
     return next(
         (
-            sorted(members, key=lambda each: each.rank)
+            sorted(members, key=lambda rank: rank.rank)
             for cpus, members in groups
             if len(members) > 1 and len(cpus) < len(members) * cpus_per_rank
         ),
@@ -214,11 +214,11 @@ def ranges(values: Iterable[int]) -> str:
 
 def numbers(text: str) -> list[int]:
     """Parse the format of `ranges`."""
-    found: list[int] = []
+    numbers: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
-        found.extend(range(int(first), int(last or first) + 1))
-    return found
+        numbers.extend(range(int(first), int(last or first) + 1))
+    return numbers
 
 
 def numa_nodes(cpus: Iterable[int], sys: Path = SYS) -> tuple[int, ...]:
@@ -243,11 +243,11 @@ def near_cpus(bus_id: str | None, sys: Path = SYS) -> tuple[int, str] | None:
 
 
 def _cpus_of_nodes(sys: Path) -> dict[int, set[int]]:
-    found = {}
+    cpus = {}
     for path in (sys / "devices/system/node").glob("node[0-9]*/cpulist"):
         with contextlib.suppress(OSError, ValueError):
-            found[int(path.parent.name.removeprefix("node"))] = set(numbers(path.read_text()))
-    return found
+            cpus[int(path.parent.name.removeprefix("node"))] = set(numbers(path.read_text()))
+    return cpus
 
 
 def _bus_id(device: torch.device, properties: Any) -> str | None:

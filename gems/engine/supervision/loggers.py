@@ -102,10 +102,10 @@ class CsvLogger:
 
     def __init__(self, path: Path, names: Sequence[str], first_step: int) -> None:
         self._columns = ("step", *names)
-        kept: list[dict[str, str]] = []
+        rows: list[dict[str, str]] = []
         if path.exists():
             with path.open(newline="") as file:
-                kept = [
+                rows = [
                     row
                     for row in csv.DictReader(file)
                     if row["step"].isdecimal() and int(row["step"]) <= first_step
@@ -113,7 +113,7 @@ class CsvLogger:
         with atomic_write(path) as partial, partial.open("w", newline="") as file:
             writer = self._writer(file)
             writer.writeheader()
-            writer.writerows(kept)
+            writer.writerows(rows)
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
 
@@ -206,11 +206,11 @@ class MlflowLogger:
             if experiment is None
             else experiment.experiment_id
         )
-        found = self._client.search_runs(
+        runs = self._client.search_runs(
             [number], f"tags.mlflow.runName = '{run.path.name}'", max_results=1
         )
-        if found:
-            self._id = found[0].info.run_id
+        if runs:
+            self._id = runs[0].info.run_id
             self._client.update_run(self._id, "RUNNING")
             return
         self._id = self._client.create_run(number, run_name=run.path.name).info.run_id

@@ -52,12 +52,12 @@ def memory_report(rank: Rank, profile: Path | None = None) -> dict[str, Any]:
 def _bytes_from_stages(rank: Rank) -> tuple[int, ...]:
     """Return each rank's peak by the schedule and the measured sizes of stages' largest copies."""
     sizes: dict[int, tuple[int, int]] = {}
-    mine = [
+    stage_bytes = [
         (key[1], stage.stash_bytes or 0, stage.held_for_weights_bytes or 0)
         for key, stage in rank.train.stages.items()
     ]
     for number, stash, held_for_weights in itertools.chain.from_iterable(
-        allgather(rank.comm, mine)
+        allgather(rank.comm, stage_bytes)
     ):
         before = sizes.get(number, (0, 0))
         sizes[number] = (max(before[0], stash), max(before[1], held_for_weights))
@@ -78,8 +78,8 @@ def _bytes_from_profile(rank: Rank, path: Path | None) -> tuple[int, ...] | None
 
     In strips, the profile of the strips is used. None if the layers do not run on fake tensors.
     """
-    found = _walked(rank, path) if rank.comm.rank == 0 else None
-    of_pipeline: tuple[int, ...] | None = broadcast(rank.comm, found)
+    peaks_of_pipeline = _walked(rank, path) if rank.comm.rank == 0 else None
+    of_pipeline: tuple[int, ...] | None = broadcast(rank.comm, peaks_of_pipeline)
     return None if of_pipeline is None else of_pipeline * rank.plan.spec.parallel.replicas
 
 
@@ -89,17 +89,17 @@ def _walked(rank: Rank, path: Path | None) -> tuple[int, ...] | None:
     boundaries = rank.stages.of_model.boundaries
     plan = rank.plan.memory_plan or _kept(rank)
     strips = None
-    found = _profile(rank, path)
-    if isinstance(found, StripProfile):
-        strips = found
-        found = stages_as_layers(strips)
+    profile = _profile(rank, path)
+    if isinstance(profile, StripProfile):
+        strips = profile
+        profile = stages_as_layers(strips)
         plan = plan.between(range(len(boundaries)))
-    if found is None or plan.boundaries[-1] != found.num_layers:
+    if profile is None or plan.boundaries[-1] != profile.num_layers:
         return None  # the stages may be those of a graph, which cuts layers apart
-    profile = found.captured(_is_captured(rank))
+    captured = profile.captured(_is_captured(rank))
     optimizer = OPTIMIZERS[optimizer_name(spec.train, spec.optimizer)]
     walked = (
-        rank_timeline(profile, plan, schedule, rank, optimizer, strips)
+        rank_timeline(captured, plan, schedule, rank, optimizer, strips)
         for rank in range(schedule.num_ranks)
     )
     return tuple(rank.peak_activation_bytes for rank in walked)
@@ -132,11 +132,11 @@ def _kept(rank: Rank) -> MemoryPlan:
 
 def _unsplit_layers(rank: Rank) -> tuple[str, ...]:
     """Return the layers whose full backward runs at I because it cannot be split; collective."""
-    mine = set()
+    unsplit = set()
     if rank.plan.schedule.has_split_backward:
         for key, stage in rank.train.stages.items():
             names = [name for name, _ in rank.stages.named_layers(key)]
             for inner in stage.split_layers().unsplit:
                 index, _, rest = inner.partition(".")
-                mine.add(f"{names[int(index)]}.{rest}" if rest else names[int(index)])
-    return tuple(sorted(set().union(*allgather(rank.comm, mine))))
+                unsplit.add(f"{names[int(index)]}.{rest}" if rest else names[int(index)])
+    return tuple(sorted(set().union(*allgather(rank.comm, unsplit))))

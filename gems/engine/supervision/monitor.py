@@ -52,9 +52,11 @@ class Gpu:
 
         NVML's domain has eight digits.
         """
-        found = self._nvml.nvmlDeviceGetPciInfo(self._handle).busId
+        address = self._nvml.nvmlDeviceGetPciInfo(self._handle).busId
         domain, _, rest = (
-            (found.decode() if isinstance(found, bytes) else str(found)).lower().partition(":")
+            (address.decode() if isinstance(address, bytes) else str(address))
+            .lower()
+            .partition(":")
         )
         return f"{domain[-4:]}:{rest}"
 
@@ -122,8 +124,8 @@ class Monitor:
         with self._lock:
             integral_j = self._integral_j
         counted_j = self._end_j - self._begin_j
-        found = counted_j if counted_j == counted_j and counted_j >= 0 else integral_j
-        return found if found == found else None
+        energy_j = counted_j if counted_j == counted_j and counted_j >= 0 else integral_j
+        return energy_j if energy_j == energy_j else None
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval_s):

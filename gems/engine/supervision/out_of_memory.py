@@ -134,20 +134,20 @@ def explain_out_of_memory(error: BaseException, folder: RunFolder, rank: int) ->
     with contextlib.suppress(Exception):
         predicted = folder.predicted_peak_bytes(rank)
     request = ASKED.search(str(error))
-    asked = None if request is None else round(float(request[1]) * UNITS[request[2]])
+    requested_bytes = None if request is None else round(float(request[1]) * UNITS[request[2]])
     limits = [
         _total_bytes() if allocator is not None else None,
         spec.machine.device_bytes if spec else None,
     ]
     return OutOfMemory(
         state,
-        asked,
+        requested_bytes,
         min((limit for limit in limits if limit is not None), default=None),
         predicted,
         device_memory_remedies(
             spec.memory if spec else None,
             spec.parallel if spec else None,
-            _is_fragmented(state, asked),
+            _is_fragmented(state, requested_bytes),
         ),
     )
 

@@ -94,14 +94,14 @@ class Links(ABC):
     def poll(self) -> None:
         """Let messages move, and drop the sent ones; cheap if nothing is under way."""
         if self._outgoing:
-            kept = []
+            pending = []
             for entry in self._outgoing:
                 if entry[0].Test():
                     if entry[2] is not None:
                         entry[2]()
                 else:
-                    kept.append(entry)
-            self._outgoing = kept
+                    pending.append(entry)
+            self._outgoing = pending
         elif (
             self._incoming and self._incoming[0][0].Test()
         ):  # one test of a pending request progresses all

@@ -113,9 +113,9 @@ class Transport(Links):
         The further arguments are those of the class.
         """
         ranks = cast(Comm, comm.Split(group, comm.rank))
-        made = cls(ranks, *args, **options)
+        transport = cls(ranks, *args, **options)
         ranks.Free()
-        return made
+        return transport
 
     def send(
         self, tensor: Sendable, rank: int, tag: int, done: Callable[[], None] | None = None
@@ -173,17 +173,17 @@ class Transport(Links):
 
     def sum_to_first(self, values: Sequence[float]) -> list[float] | None:
         """Return the sums of numbers over all ranks on rank 0 and None elsewhere; collective."""
-        mine = np.array(values, dtype=np.float64)
-        total = np.zeros_like(mine) if self.rank == 0 else None
-        self.wait(self.comm.Ireduce(mine, total, MPI.SUM), "the sum on rank 0")
+        local = np.array(values, dtype=np.float64)
+        total = np.zeros_like(local) if self.rank == 0 else None
+        self.wait(self.comm.Ireduce(local, total, MPI.SUM), "the sum on rank 0")
         return None if total is None else [float(value) for value in total]
 
-    def post_maximum(self, mine: np.ndarray, of_all: np.ndarray) -> Request:
+    def post_maximum(self, local: np.ndarray, of_all: np.ndarray) -> Request:
         """Post the elementwise maximum of a float64 array over all ranks; collective.
 
         Neither array may be used until `wait` for the request has returned.
         """
-        return self.comm.Iallreduce(mine, of_all, MPI.MAX)
+        return self.comm.Iallreduce(local, of_all, MPI.MAX)
 
     def barrier(self, sleep_s: float | None = None) -> None:
         """Wait for all ranks without keeping a core busy, unlike MPI's own barrier.
@@ -237,13 +237,13 @@ def meet(comm: Comm) -> None:
         time.sleep(MEET_SLEEP_S)
 
 
-def allgather(comm: Comm, mine: T) -> list[T]:
+def allgather(comm: Comm, value: T) -> list[T]:
     """Return the values of all ranks, in rank order; collective.
 
     The ranks wait for each other without keeping a core busy.
     """
     meet(comm)
-    return cast(list[T], comm.allgather(mine))
+    return cast(list[T], comm.allgather(value))
 
 
 def broadcast(comm: Comm, value: T | None, root: int = 0) -> T:
@@ -273,10 +273,10 @@ def ranks_here(comm: Comm) -> int:
     return size
 
 
-def gather_here(comm: Comm, mine: T) -> list[T]:
+def gather_here(comm: Comm, value: T) -> list[T]:
     """Return the values of the ranks of `comm` on this rank's node, in rank order; collective."""
     here = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    all_of_them = here.allgather(mine)
+    all_of_them = here.allgather(value)
     here.Free()
     return cast(list[T], all_of_them)
 
@@ -286,16 +286,16 @@ def gpu_support() -> bool:
     """Return whether the MPI library says that it takes device pointers of CUDA or ROCm."""
     import ctypes
 
-    found = False
+    is_supported = False
     with contextlib.suppress(OSError):
         library = ctypes.CDLL(MPI.__file__)
         for name in GPU_QUERIES:
             query = getattr(library, name, None)
             if query is not None:
                 query.restype = ctypes.c_int
-                found = found or bool(query())
+                is_supported = is_supported or bool(query())
     return (
-        found
+        is_supported
         or os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1"
         or os.environ.get("MV2_USE_CUDA") == "1"
     )

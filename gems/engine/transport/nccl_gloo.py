@@ -349,8 +349,8 @@ def open_groups(
             name = f"{replica}/{edge.source}-{edge.destination}/{int(edge.is_backward)}"
             group = rendezvous.open(name, _SOURCE if is_source else _DESTINATION, 2)
             ends, peer = (to, edge.destination) if is_source else (by, edge.source)
-            ends[edge.is_backward][peer] = made = _Edge(group, not is_nccl, arrived)
-            rendezvous.exchange_first(name, made.send if is_source else made.receive)
+            ends[edge.is_backward][peer] = link = _Edge(group, not is_nccl, arrived)
+            rendezvous.exchange_first(name, link.send if is_source else link.receive)
     forward, backward = (
         GroupLinks(rank, *ends, arrived, is_nccl, hang_timeout_s, waits)
         for ends in zip(to, by, strict=True)

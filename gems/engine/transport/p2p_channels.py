@@ -141,7 +141,7 @@ class P2PChannels:
     def post_send(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
         """Post the tensors of a SEND_F or SEND_B; their memory is freed once they have left."""
         transfer = self._transfers[action]
-        left = len(transfer.tags)
+        num_unsent = len(transfer.tags)
         posted_ns = time.perf_counter_ns()
 
         def begin(buffer: Buffer, tag: int) -> None:
@@ -151,10 +151,10 @@ class P2PChannels:
             transfer.links.send(buffer.tensor, transfer.peer, tag, partial(end, buffer))
 
         def end(buffer: Buffer) -> None:  # of one piece; the last one ends the transfer
-            nonlocal left
+            nonlocal num_unsent
             self._staging.sent(buffer)
-            left -= 1
-            if not left:
+            num_unsent -= 1
+            if not num_unsent:
                 end_transfer()
 
         def end_transfer() -> None:

@@ -142,9 +142,11 @@ def _try_device(transport: Transport, comm: Comm, device: torch.device) -> dict[
         return {"device_message": STAGED}
 
     def data(num_bytes: int, seed: int) -> torch.Tensor:
-        made = torch.arange(num_bytes, dtype=torch.int32, device=device).add(seed).to(torch.uint8)
+        pattern = (
+            torch.arange(num_bytes, dtype=torch.int32, device=device).add(seed).to(torch.uint8)
+        )
         torch.cuda.synchronize(device)
-        return made
+        return pattern
 
     return {"device_message": PASSED, "device": _measure(transport, data)}
 
@@ -174,11 +176,11 @@ def _half_trip_s(
     """Return the median time of half a round trip."""
     rank = transport.rank
     other = 1 - transport.rank
-    mine = data(num_bytes, 17 * rank)
+    sent = data(num_bytes, 17 * rank)
     expected = data(num_bytes, 17 * other)
-    got = data(num_bytes, 99)
-    trips_s = [transport.round_trip_s(mine, got) for _ in range(WARMUP_TIMES + num_times)]
-    if bool((got != expected).any()):
+    received = data(num_bytes, 99)
+    trips_s = [transport.round_trip_s(sent, received) for _ in range(WARMUP_TIMES + num_times)]
+    if bool((received != expected).any()):
         raise RankFailedError(
             f"rank {rank} received {num_bytes} bytes with other content than was sent"
         )

@@ -100,14 +100,14 @@ def probe(result: Path, comm: Comm, kind: str) -> None:
 
 def rank_pairs(nodes: Sequence[str]) -> dict[str, tuple[int, int]]:
     """Return two ranks of one node (level node) and two of different nodes (level link), if any."""
-    found: dict[str, tuple[int, int]] = {}
+    pairs: dict[str, tuple[int, int]] = {}
     for rank, node in enumerate(nodes):
         first = nodes.index(node)
         if first != rank:
-            found.setdefault("node", (first, rank))
+            pairs.setdefault("node", (first, rank))
         if node != nodes[0]:
-            found.setdefault("link", (0, rank))
-    return found
+            pairs.setdefault("link", (0, rank))
+    return pairs
 
 
 def _messages(comm: Comm, pair: tuple[int, int], kind: str) -> dict[str, list[Any]]:
@@ -120,15 +120,15 @@ def _messages(comm: Comm, pair: tuple[int, int], kind: str) -> dict[str, list[An
         chain, control = (
             Transport(comm, HANG_TIMEOUT_S, spin_s=0.0, sleep_s=poll_s) for _ in range(2)
         )
-        times_s = [
+        hop_times_s = [
             measure_hop(chain, control, size, poll_s, HANG_TIMEOUT_S) for size in MESSAGE_BYTES
         ]
-        return {"bytes": list(MESSAGE_BYTES), "s": times_s}
+        return {"bytes": list(MESSAGE_BYTES), "s": hop_times_s}
     transport = Transport.of_group(comm, int(comm.rank in pair), HANG_TIMEOUT_S)
-    mine: list[float] = []
+    times_s: list[float] = []
     if comm.rank in pair:
-        mine = [_median_s(partial(_trip, transport, size), TRIPS) / 2 for size in MESSAGE_BYTES]
-    return {"bytes": list(MESSAGE_BYTES), "s": broadcast(comm, mine, pair[0])}
+        times_s = [_median_s(partial(_trip, transport, size), TRIPS) / 2 for size in MESSAGE_BYTES]
+    return {"bytes": list(MESSAGE_BYTES), "s": broadcast(comm, times_s, pair[0])}
 
 
 def _trip(transport: Transport, num_bytes: int) -> float:

@@ -254,13 +254,13 @@ def _self_test(device: torch.device, comm: Comm) -> bool:
     """Send a pattern from device memory around the ranks; return whether it arrived everywhere."""
     transport = Transport(comm, hang_timeout_s=60.0)
     pattern = torch.arange(1 << 16, dtype=torch.int32, device=device)
-    got = torch.zeros_like(pattern)
-    mine = pattern + comm.rank
+    received = torch.zeros_like(pattern)
+    sent = pattern + comm.rank
     torch.cuda.synchronize(device)
-    request = transport.receive(got, (comm.rank - 1) % comm.size, 1)
-    transport.send(mine, (comm.rank + 1) % comm.size, 1)
+    request = transport.receive(received, (comm.rank - 1) % comm.size, 1)
+    transport.send(sent, (comm.rank + 1) % comm.size, 1)
     transport.wait(request, "the test of device memory")
     transport.drain()
-    is_right = bool(torch.equal(got, pattern + (comm.rank - 1) % comm.size))
+    is_right = bool(torch.equal(received, pattern + (comm.rank - 1) % comm.size))
     transport.close()
     return all(allgather(comm, is_right))

@@ -43,7 +43,7 @@ def divide(root: nn.Module, modes: Sequence[Traced]) -> list[tuple[Slice, ...]]:
     on as the shape of a tensor without elements. A layer that does not run in a mode passes on its
     inputs.
     """
-    begun = [_begin(root, list(each.graph.nodes)[:-1], each.values) for each in modes]
+    begun = [_begin(root, list(traced.graph.nodes)[:-1], traced.values) for traced in modes]
     names, numbers = _aligned([of_mode for _, of_mode in begun])
     layer_of: dict[fx.Node, int] = {}
     spans: list[tuple[int, int]] = []
@@ -88,9 +88,9 @@ def _aligned(modes: Sequence[Sequence[str]]) -> tuple[list[str], list[list[int]]
         for _, first, end, other_first, other_end in SequenceMatcher(
             None, names, other, autojunk=False
         ).get_opcodes():
-            mine = names[first:end]
+            ours = names[first:end]
             theirs = list(other[other_first:other_end])
-            joined += mine if mine == theirs else [*mine, *theirs]
+            joined += ours if ours == theirs else [*ours, *theirs]
         names = joined
     numbers = []
     for mode in modes:

@@ -78,12 +78,12 @@ def modes_of(whole: nn.Module) -> Modes:
     The network's own `train` sets these modes.
     """
     was_training = whole.training
-    found = []
+    modes = []
     for mode in (False, True):
         whole.train(mode)
-        found.append({id(module): module.training for module in whole.modules()})
+        modes.append({id(module): module.training for module in whole.modules()})
     whole.train(was_training)
-    return {number: (found[0][number], found[1][number]) for number in found[0]}
+    return {number: (modes[0][number], modes[1][number]) for number in modes[0]}
 
 
 def whole_with_parts(
@@ -98,7 +98,7 @@ def whole_with_parts(
         torch.default_generator.manual_seed(seed)
         whole = construct(*_request(text)[0]).to(device=device, dtype=dtype)
     modes = modes_of(whole)
-    return whole, [Part(whole, *each, modes) for each in slices]
+    return whole, [Part(whole, *part_slices, modes) for part_slices in slices]
 
 
 def part(text: str, index: int, source: str | None) -> Part:
@@ -153,7 +153,7 @@ def describe(text: str, num_classes: int, task: str = TASKS[0]) -> dict[str, Any
         if alone == [(1, *shape[1:]) for shape in shapes[0]]:
             min_batch = 1
     return {
-        "layers": [[each.name, each.kind] for each, _ in slices],
+        "layers": [[layer_slice.name, layer_slice.kind] for layer_slice, _ in slices],
         "min_batch": min_batch,
         "num_outputs": max(map(len, shapes)),
     }
@@ -183,7 +183,9 @@ def _slices(text: str) -> tuple[tuple[tuple[Slice, Slice], ...], list[list[tuple
     root = construct_on_meta(*code)
     traced = [trace(root.train(mode), image, code[0]) for mode in (True, False)]
     train, evaluate = divide(root, traced)
-    shapes = [[tuple(tensor.shape) for tensor in tensors_in(each.output)] for each in traced]
+    shapes = [
+        [tuple(tensor.shape) for tensor in tensors_in(mode_trace.output)] for mode_trace in traced
+    ]
     return tuple(zip(train, evaluate, strict=True)), shapes
 
 

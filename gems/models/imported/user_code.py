@@ -107,12 +107,14 @@ def check_inputs(module: nn.Module, target: str) -> None:
     """Raise ConfigError unless a module's forward takes exactly one batch of images."""
     parameters = list(inspect.signature(module.forward).parameters.values())
     needed = [
-        each.name
-        for each in parameters
-        if each.default is each.empty and each.kind not in _VARIABLE
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.kind not in _VARIABLE
     ]
     positional = [
-        each for each in parameters if each.kind not in (each.KEYWORD_ONLY, each.VAR_KEYWORD)
+        parameter
+        for parameter in parameters
+        if parameter.kind not in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD)
     ]
     if len(needed) > 1 or not positional or (needed and needed[0] != positional[0].name):
         needs = ", ".join(needed) or "nothing"
