@@ -13,7 +13,8 @@ from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.case import Exposure, MemoryCase, PlanOutcome, exposures
 from gems.memory.plan import Choice
 from gems.memory.registry import POLICIES, plan_of
-from gems.plan.evaluate import policy_case
+from gems.plan.draft import Draft
+from gems.plan.evaluate import with_strips_chosen
 from gems.plan.strips_choice import in_words, thin_parts
 from gems.profile.subject import Subject
 from gems.schedule.action import COPY_KINDS, RECV_KINDS, SEND_KINDS
@@ -50,7 +51,7 @@ def show_memory(spec: RunSpec, options: Options) -> int:
     """
     is_comparison = "--compare" in options.flags
     picture = picture_path(options)
-    case = policy_case(spec)
+    case = Draft(with_strips_chosen(spec), runs=True).policy_case
     names = tuple(POLICIES) if is_comparison else (spec.memory.name,)
     keeping = case.as_run(case.kept)
     outcomes: list[PlanOutcome] = []
@@ -96,7 +97,7 @@ def show_memory(spec: RunSpec, options: Options) -> int:
         return 0
     print(_comparison(answer) if is_comparison else _table(answer))
     print(f"step times are {confidence_of(Subject.of(spec)).words}")
-    if thin := thin_parts(spec, case.profile):
+    if thin := thin_parts(spec.parallel, spec.data, spec.machine.launch_s, case.profile):
         print(f"warning: {thin}")
     if picture is not None:
         print(f"picture: {answer['picture']}")

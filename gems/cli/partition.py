@@ -149,14 +149,15 @@ def _show_largest(spec: RunSpec, axis: str, as_json: bool) -> int:
     from gems.profile.store import take_in_this_process
 
     schedule = Draft(spec).lowered
+    growth = Axis(spec, axis)
 
-    def case_of(changed: RunSpec) -> PartitionCase:
+    def build_case(value: int) -> PartitionCase:
         print(".", end="", file=sys.stderr, flush=True)
-        return Draft(changed).partitioner.case(schedule)
+        return Draft(growth.at(value)).partitioner.case(schedule)
 
     if axis == RESOLUTION:
         take_in_this_process()
-    found = max_model_sizes(Axis(spec, axis), tuple(METHODS), case_of)
+    found = max_model_sizes(growth, tuple(METHODS), build_case)
     strips = largest_image(spec) if axis == RESOLUTION else None
     print(file=sys.stderr)
     answer: dict[str, Any] = {

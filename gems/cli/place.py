@@ -12,7 +12,7 @@ from gems.config.schema import RunSpec
 from gems.models import title_of
 from gems.partition.dlplacer.place import OperatorPlacement
 from gems.partition.dlplacer.subgraphs import closed_form_s
-from gems.partition.operator_placement import placement_of
+from gems.partition.operator_placement import place_operators
 from gems.profile.subject import Subject
 from gems.utils.tables import table
 from gems.utils.units import MIB
@@ -40,7 +40,7 @@ def show_dlplacer(spec: RunSpec, options: Options) -> int:
     picture = picture_path(options)
     subject = Subject.of(spec)
     method = options.chosen.get("--method", "auto")
-    found = placement_of(subject, num_devices, spec.partition.budget_s, spec.seed, method)
+    found = place_operators(subject, num_devices, spec.partition.budget_s, spec.seed, method)
     answer = _answer(subject, found)
     if picture is not None:
         answer["picture"] = draw("placement", answer, picture)

@@ -54,15 +54,18 @@ def compare(case: PartitionCase, objective: str, budget_s: float) -> list[Evalua
     others = [partition_by(name, case, objective) for name in METHODS if name != "exact"]
     if objective == "peak_bytes" and any(len(costs.stages) > 1 for costs in case.memory):
         others.append(plain_pipeline(case, budget_s))
-    ours = at_most(partition_by("exact", case, objective, budget_s), others)
-    return [evaluate(case, each) for each in (ours, *others)]
+    exact = at_most(partition_by("exact", case, objective, budget_s), others)
+    return [evaluate(case, partition) for partition in (exact, *others)]
 
 
-def at_most(ours: Partition, others: Sequence[Partition]) -> Partition:
+def at_most(exact: Partition, others: Sequence[Partition]) -> Partition:
     """Return our partition, or the boundaries of a cheaper one of the others."""
-    best = min(others, key=lambda each: each.cost, default=ours)
-    if best.cost >= ours.cost:
-        return ours
+    best = min(others, key=lambda partition: partition.cost, default=exact)
+    if best.cost >= exact.cost:
+        return exact
     return replace(
-        ours, boundaries=best.boundaries, cost=best.cost, facts={**ours.facts, "from": best.method}
+        exact,
+        boundaries=best.boundaries,
+        cost=best.cost,
+        facts={**exact.facts, "from": best.method},
     )

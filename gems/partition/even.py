@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 
 def even(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Return boundaries of stages whose numbers of layers differ by at most one.
@@ -12,8 +14,5 @@ def even(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """
     size, extra = divmod(num_layers, num_stages)
     first_long = (num_stages - extra) // 2
-    sizes = [size + (first_long <= s < first_long + extra) for s in range(num_stages)]
-    boundaries = [0]
-    for stage_size in sizes:
-        boundaries.append(boundaries[-1] + stage_size)
-    return tuple(boundaries)
+    sizes = (size + (first_long <= s < first_long + extra) for s in range(num_stages))
+    return tuple(accumulate(sizes, initial=0))

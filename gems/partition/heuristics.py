@@ -70,8 +70,8 @@ def block_partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     least = min(costs)
     spread = max(costs) - min(costs)
     sizes = [(cost - least) / spread if spread else 0.0 for cost in costs]
-    each = len(sizes) // num_stages
-    ends = [*(each * block for block in range(1, num_stages)), len(sizes)]
+    block_size = len(sizes) // num_stages
+    ends = [*(block_size * block for block in range(1, num_stages)), len(sizes)]
 
     def total(block: int) -> float:
         return sum(sizes[ends[block - 1] if block else 0 : ends[block]])

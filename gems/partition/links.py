@@ -10,7 +10,7 @@ from gems.schedule.costs import Network
 STAGED_PIECE_BYTES = 2**22
 
 
-def links_of(machine: MachineConfig) -> Network:
+def machine_links(machine: MachineConfig) -> Network:
     """Return the links of a machine, in seconds.
 
     Messages of a GPU that pass through host memory (`machine.transport=host` or gloo) are also

@@ -33,13 +33,13 @@ class MaxModelSize:
 
 
 def max_model_sizes(
-    axis: Axis, methods: tuple[str, ...], case_of: Callable[[RunSpec], PartitionCase]
+    axis: Axis, methods: tuple[str, ...], build_case: Callable[[int], PartitionCase]
 ) -> list[MaxModelSize]:
-    """Return, for each method, the largest value of an axis for which every rank fits machine.device_bytes.
+    """Return, for each method, the largest value of an axis for which every rank fits its device.
 
     The value is doubled, then the interval is bisected. A heuristic's peak may decrease as the
     model grows, so the next values above the result are tried as well. The value is 0 if not even
-    the smallest model trains. `case_of` returns the case of a changed run.
+    the smallest model trains. `build_case` returns the case for a value of the axis.
 
     Raises:
         ConfigError: machine.device_bytes is not set, or the model has no such axis.
@@ -53,16 +53,7 @@ def max_model_sizes(
             "must be given for --largest",
             "machine.device_bytes=16GB, or machine=v100",
         )
-
-    if spec.model.target is None and spec.model.name == "resnet":
-        # the block of its own depth; "auto" would change it from one depth to another
-        axis = replace(
-            axis, spec=replace(spec, model=replace(spec.model, block=block_of(spec.model)))
-        )
-
-    @lru_cache(maxsize=1)  # the tables of a deep model are large
-    def case(value: int) -> PartitionCase:
-        return case_of(axis.at(value))
+    case = lru_cache(maxsize=1)(build_case)  # the tables of a deep model are large
 
     @cache
     def peak(method: str, value: int) -> int:
@@ -94,8 +85,8 @@ def least_bytes(case: PartitionCase) -> int:
     optimizer = OPTIMIZERS[case.optimizer]
     layers = case.profile.layers
     total: int = sum(
-        optimizer.static_bytes(each.param_bytes, each.buffer_bytes) + each.stash_bytes
-        for each in layers
+        optimizer.static_bytes(layer.param_bytes, layer.buffer_bytes) + layer.stash_bytes
+        for layer in layers
     )
     return total // case.schedule.num_ranks
 
@@ -111,7 +102,11 @@ class Axis:
         """Return the run with another value."""
         spec = self.spec
         if self.name == "depth":
-            return replace(spec, model=replace(spec.model, depth=value))
+            model = spec.model
+            if model.target is None and model.name == "resnet":
+                # block=auto would change from one depth to another
+                model = replace(model, block=block_of(model))
+            return replace(spec, model=replace(model, depth=value))
         if self.name == RESOLUTION:
             return replace(spec, data=replace(spec.data, height_px=value, width_px=value))
         return replace(spec, parallel=replace(spec.parallel, micro_batch_size=value))

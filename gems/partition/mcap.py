@@ -89,10 +89,10 @@ def profiling_runs(num_layers: int, num_stages: int) -> list[Boundaries]:
     runs: list[Boundaries | None] = []
     for alone in range(num_layers):
         before = list(range(0, alone, size))
-        behind = num_layers - alone - 1
-        left = num_stages - len(before) - 1
-        if min(1, behind) <= left <= behind:
-            runs.append((*before, alone, *_evenly(alone + 1, num_layers, left), num_layers))
+        layers_after = num_layers - alone - 1
+        num_after = num_stages - len(before) - 1
+        if min(1, layers_after) <= num_after <= layers_after:
+            runs.append((*before, alone, *_evenly(alone + 1, num_layers, num_after), num_layers))
         else:
             runs.append(_around(alone, alone + 1, num_layers, num_stages))
     seen = {span for run in runs if run for span in itertools.pairwise(run)}
@@ -108,12 +108,12 @@ def _around(first: int, end: int, num_layers: int, num_stages: int) -> Boundarie
     Return None if there is none.
     """
     others = num_stages - 1
-    behind = num_layers - end
-    least = max(min(1, first), others - behind)
-    most = min(first, others - min(1, behind))
+    after = num_layers - end
+    least = max(min(1, first), others - after)
+    most = min(first, others - min(1, after))
     if least > most:
         return None
-    before = min(max(round(others * first / (first + behind)), least), most)
+    before = min(max(round(others * first / (first + after)), least), most)
     return (
         *_evenly(0, first, before),
         first,
@@ -151,8 +151,8 @@ def brute_force(isolated: Sequence[float], added: Sequence[float], num_stages: i
             peaks = np.sort(table[cuts[:, :-1], cuts[:, 1:]], axis=1)
             # the last key of lexsort, the highest peak, has the highest priority
             least = np.lexsort(peaks.T)[0]
-            found = (tuple(map(float, peaks[least][::-1])), tuple(map(int, cuts[least])))
-            best = found if best is None else min(best, found)
+            candidate = (tuple(map(float, peaks[least][::-1])), tuple(map(int, cuts[least])))
+            best = candidate if best is None else min(best, candidate)
     assert best is not None
     return best[1]
 
@@ -182,8 +182,8 @@ def _recommend(table: Table, first: int, end: int, num_stages: int) -> list[int]
         low, high, ends = (middle, high, ends) if tried is None else (low, middle, tried)
     cuts = [first, *ends]
     worst = int(np.argmax([table[span] for span in itertools.pairwise(cuts)]))
-    left = _recommend(table, first, cuts[worst], worst)
-    return [*left, ends[worst], *_recommend(table, ends[worst], end, num_stages - worst - 1)]
+    before = _recommend(table, first, cuts[worst], worst)
+    return [*before, ends[worst], *_recommend(table, ends[worst], end, num_stages - worst - 1)]
 
 
 def _fill(table: Table, first: int, end: int, num_stages: int, most: float) -> list[int] | None:

@@ -20,7 +20,7 @@ from gems.models import layers_of
 from gems.partition.even import even
 from gems.partition.exact import solve
 from gems.partition.heuristics import block_partition, pipedream
-from gems.partition.links import links_of
+from gems.partition.links import machine_links
 from gems.partition.mcap import mcap
 from gems.partition.problem import InfeasibleError, Partition, Problem
 from gems.partition.step_time import MAX_SIMULATED, Cost, shortest_step
@@ -228,7 +228,7 @@ class Partitioner:
         profile = self.get_profile()
         self._check_depth(schedule, profile.num_layers)
         subject = self.subject
-        links = links_of(subject.machine)
+        links = machine_links(subject.machine)
         replicas = subject.parallel.replicas
         return PartitionCase(profile, schedule, self.optimizer, self.limit_bytes, links, replicas)
 
@@ -283,13 +283,15 @@ class Partitioner:
             case.optimizer,
             budget_s,
         )
-        kept = cached(
+        cached_partition = cached(
             self.subject.cache_dir,
             "partition",
             repr((facts, case.profile, case.timed.digest())),
             lambda: asdict(partition_by(method, case, objective, budget_s)),
         )
-        return Partition(**(kept | {"boundaries": tuple(kept["boundaries"])}))
+        return Partition(
+            **(cached_partition | {"boundaries": tuple(cached_partition["boundaries"])})
+        )
 
     def _check_depth(self, schedule: Schedule, num_layers: int) -> None:
         num_stages = schedule.num_stages
@@ -364,22 +366,22 @@ def _exact(case: PartitionCase, objective: str, budget_s: float) -> Partition:
     For the objective time, it is the shortest step found near the most even compute of ranks.
     """
     try:
-        found = solve(case.problem(objective), budget_s)
+        partition = solve(case.problem(objective), budget_s)
         if objective != "time":
-            return found
+            return partition
 
         def cost(boundaries: tuple[int, ...]) -> Cost:
             return case.cost(objective, boundaries), float(max(case.peak_bytes(boundaries)))
 
         starts = {
-            found.boundaries,
+            partition.boundaries,
             *(METHODS[name].cut(case, "rank_time", 0.0).boundaries for name in QUICK),
         }
         nearest = sorted(starts, key=lambda start: (*cost(start), start))[:NUM_STARTS]
         ends = (shortest_step(start, cost, case.num_actions) for start in nearest)
         boundaries, (step_s, _) = min(ends, key=itemgetter(1))
-        is_optimal = step_s <= found.bound * (1 + 1e-9)
-        return replace(found, boundaries=boundaries, cost=step_s, is_optimal=is_optimal)
+        is_optimal = step_s <= partition.bound * (1 + 1e-9)
+        return replace(partition, boundaries=boundaries, cost=step_s, is_optimal=is_optimal)
     except InfeasibleError as error:
         where = f"the best partition into {case.num_stages} stages"
         raise _too_large(case, where, round(error.least)) from error

@@ -9,7 +9,7 @@ from gems.config.schema import MachineConfig
 from gems.errors import ConfigError
 from gems.partition.dlplacer.devices import Devices, TimedPlacement
 from gems.partition.dlplacer.place import OperatorPlacement, place
-from gems.partition.links import links_of
+from gems.partition.links import machine_links
 from gems.profile.operator_graph import OpGraph
 from gems.profile.store import operators_taken
 from gems.profile.subject import Subject
@@ -20,7 +20,7 @@ from gems.schedule.schedule import Schedule
 from gems.utils.cache import cached
 
 
-def placement_of(
+def place_operators(
     subject: Subject, num_devices: int, budget_s: float, seed: int, method: str = "auto"
 ) -> OperatorPlacement:
     """Place the operators of a model for one micro-batch, within `budget_s`.
@@ -29,11 +29,11 @@ def placement_of(
         ConfigError: The operators cannot be profiled, or the method is not available.
         DoesNotFitError: No placement that was found keeps machine.device_bytes.
     """
-    devices = devices_of(subject.machine, num_devices)
-    return place(graph_of(subject), devices, budget_s, method, seed)
+    devices = equal_devices(subject.machine, num_devices)
+    return place(operator_graph(subject), devices, budget_s, method, seed)
 
 
-def graph_of(subject: Subject) -> OpGraph:
+def operator_graph(subject: Subject) -> OpGraph:
     """Return the operators of a model, with roofline times on its machine.
 
     Raises:
@@ -50,9 +50,9 @@ def graph_of(subject: Subject) -> OpGraph:
     return OpGraph.from_json(operators_taken(subject))
 
 
-def devices_of(machine: MachineConfig, num: int) -> Devices:
+def equal_devices(machine: MachineConfig, num: int) -> Devices:
     """Return equal devices with the machine's links between neighbours, such as ranks 0 and 1."""
-    network = links_of(machine)
+    network = machine_links(machine)
     latency_s, s_per_byte = network.parts(0, 1, 1.0)
     return Devices(num, latency_s, s_per_byte, machine.device_bytes, network.has_contention)
 
@@ -64,17 +64,17 @@ def placed_on(subject: Subject, budget_s: float, seed: int) -> Schedule:
     callers get the same one.
 
     Raises:
-        ConfigError: As in `placement_of`, or the model has no branches, so no ranks could run in
+        ConfigError: As in `place_operators`, or the model has no branches, so no ranks could run in
             parallel.
-        DoesNotFitError: As in `placement_of`.
+        DoesNotFitError: As in `place_operators`.
     """
-    graph = graph_of(subject)
+    graph = operator_graph(subject)
     num_ranks = subject.parallel.partitions
-    devices = devices_of(subject.machine, num_ranks)
+    devices = equal_devices(subject.machine, num_ranks)
     key = repr((graph, devices, budget_s, seed))
 
     def make() -> dict[str, Any]:
-        return asdict(placement_of(subject, num_ranks, budget_s, seed).timed)
+        return asdict(place_operators(subject, num_ranks, budget_s, seed).timed)
 
     timed = TimedPlacement(**cached(subject.cache_dir, "placement", key, make))
     unused = sorted(set(range(num_ranks)) - set(timed.places))
@@ -92,7 +92,7 @@ def placed_on(subject: Subject, budget_s: float, seed: int) -> Schedule:
     return placed(placement, subject.parallel.micro_batches or 1, by_forward, by_backward)
 
 
-def stage_costs_of(graph: OpGraph) -> StageCosts:
+def operator_costs(graph: OpGraph) -> StageCosts:
     """Return the costs of the stages of schedule=placed, in seconds and bytes."""
     backward = tuple(op.backward_s for op in graph.ops)
     return StageCosts(

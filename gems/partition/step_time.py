@@ -30,17 +30,17 @@ def shortest_step(
     num_refused = 0
     for move in islice(cycle(moves), MAX_SIMULATED // num_actions):
         moved = tuple(boundary + shift for boundary, shift in zip(best, move, strict=True))
-        found = (
+        moved_cost = (
             cost(moved)
             if all(first < end for first, end in pairwise(moved))
             else (math.inf, math.inf)
         )
-        is_shorter = found[0] < least[0] * (1 - TOLERANCE)
-        is_lower = found[0] <= least[0] * (1 + TOLERANCE) and found[1] < least[1]
+        is_shorter = moved_cost[0] < least[0] * (1 - TOLERANCE)
+        is_lower = moved_cost[0] <= least[0] * (1 + TOLERANCE) and moved_cost[1] < least[1]
         num_refused += 1
         if is_shorter or is_lower:
             best = moved
-            least = found
+            least = moved_cost
             num_refused = 0
         if num_refused == len(moves):
             break
@@ -52,8 +52,8 @@ def _moves(num_stages: int) -> list[tuple[int, ...]]:
     places = range(1, num_stages)
     runs = [(first, first) for first in places] + list(combinations(places, 2))
     shifts = [[first <= place <= end for place in range(num_stages + 1)] for first, end in runs]
-    moves = [tuple(way * shifted for shifted in each) for each in shifts for way in (-1, 1)]
+    moves = [tuple(sign * shifted for shifted in shift) for shift in shifts for sign in (-1, 1)]
     for pair in combinations(places, 2):
         against = [(place == pair[0]) - (place == pair[1]) for place in range(num_stages + 1)]
-        moves += [tuple(way * shift for shift in against) for way in (-1, 1)]
+        moves += [tuple(sign * shift for shift in against) for sign in (-1, 1)]
     return moves

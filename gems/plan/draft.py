@@ -1,4 +1,4 @@
-"""A run on its way to a plan."""
+"""The parts of a run's plan, built on demand."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from functools import cached_property
 from typing import Any
 
 from gems.config.schema import CostConfig, RunSpec
+from gems.memory.case import MemoryCase
 from gems.memory.registry import plan_of, plan_within
 from gems.models import layers_of
 from gems.partition.methods import Partitioner
-from gems.partition.operator_placement import graph_of, placed_on, stage_costs_of
+from gems.partition.operator_placement import operator_costs, operator_graph, placed_on
 from gems.partition.problem import Partition
 from gems.profile import ModelProfile
 from gems.profile.store import profile_of
@@ -32,11 +33,12 @@ PROFILE = "profile"  # the costs of a search for a real schedule, unless others 
 
 @dataclass(frozen=True)
 class Draft:
-    """A resolved run and what its plan is made of, each part built at first access.
+    """A resolved run and the parts of its plan, each built at first access.
 
     If `runs` is False, the run is only simulated: its costs are as configured, and its stages may
-    outnumber the layers of its model. With a `known` profile it is one of many candidates: a given
-    cut is taken as it is, memory policies stop early, and schedules are validated with the choice.
+    outnumber the layers of its model. With a `known` profile it is one of many candidates of a
+    search: configured boundaries are not checked, memory policies stop early, and only the chosen
+    schedule is validated.
 
     Reading a part raises:
         ConfigError: the schedule cannot serve the counts or the cap, there are more stages than
@@ -67,7 +69,7 @@ class Draft:
 
     @cached_property
     def subject(self) -> Subject:
-        """What the profile is of."""
+        """The sections on which profiles depend."""
         return Subject.of(self.spec)
 
     @cached_property
@@ -82,13 +84,13 @@ class Draft:
     def partitioner(self) -> Partitioner:
         """The configured partition."""
         spec = self.spec
-        given = spec.parallel.boundaries
+        boundaries = spec.parallel.boundaries
         # other policies make room after the partition is made
         limit_bytes = spec.machine.device_bytes if spec.memory.keeps else None
         return Partitioner(
             self.subject,
             spec.partition,
-            None if given is None else tuple(given),
+            None if boundaries is None else tuple(boundaries),
             limit_bytes,
             lambda: self.profile,
         )
@@ -107,7 +109,7 @@ class Draft:
         return RunCosts.of(self.run)
 
     @cached_property
-    def found(self) -> dict[str, Any]:
+    def search_result(self) -> dict[str, Any]:
         """The result of the search for a schedule."""
         partitioner = self.partitioner if self.run.cost.from_layers else None
         return search_schedule(self.configured, self.policy, self.run.seed, partitioner)
@@ -116,28 +118,30 @@ class Draft:
     def costs(self) -> RunCosts:
         """The costs of the run: as configured, or of its layers in seconds and bytes.
 
-        For schedule=placed they are the costs of its operators. They are for simulation only: the
-        run's identity, and run.yaml, remain those of `spec`. The unit of activations is the size
-        that the heaviest of P equal parts keeps of one micro-batch. A named schedule has the stages
-        of its partition. A searched one has the stages with which it was found, and activations in
-        the unit of its cap.
+        For schedule=placed they are the costs of its operators. The unit of activations is the
+        bytes that the heaviest of P equal parts keeps of one micro-batch, or, for a searched
+        schedule, the unit of its cap. A searched schedule has its own stages, others those of the
+        partition.
         """
         costs = self.configured
         cost = costs.cost
         if costs.schedule.name == PLACED:
-            stages = stage_costs_of(graph_of(self.subject)).in_units(cost.unit_s, 1)
+            stages = operator_costs(operator_graph(self.subject)).in_units(cost.unit_s, 1)
             return replace(costs, cost=replace(cost, stages=to_json(stages)))
         if not cost.from_layers or cost.activation_bytes:
             return costs
         profile = self.profile
-        given = costs.parallel.boundaries
+        boundaries = costs.parallel.boundaries
         if is_searched(costs.schedule.name):
-            boundaries, unit_bytes = self.found["boundaries"], self.found["unit_bytes"]
+            boundaries, unit_bytes = (
+                self.search_result["boundaries"],
+                self.search_result["unit_bytes"],
+            )
             return profiled_costs(costs, profile, boundaries, unit_bytes)
-        if given is None or self.known is None:
+        if boundaries is None or self.known is None:
             first = generate(layer_costs(costs, profile), self.run.seed)
-            given = list(self.partitioner.partition(first).boundaries)
-        return profiled_costs(costs, profile, given)
+            boundaries = list(self.partitioner.partition(first).boundaries)
+        return profiled_costs(costs, profile, boundaries)
 
     @cached_property
     def compute(self) -> Schedule:
@@ -145,28 +149,31 @@ class Draft:
         if self.run.schedule.name == PLACED:
             return placed_on(self.subject, self.run.partition.budget_s, self.run.seed)
         if is_searched(self.run.schedule.name):
-            return from_json(self.found["schedule"])
+            return from_json(self.search_result["schedule"])
         return generate(self.costs, self.run.seed)
 
     @cached_property
     def lowered(self) -> Schedule:
-        """The lowered, validated schedule: the one list that ranks run.
-
-        Its receives are posted in time for the links of the run, by the run's costs.
-        """
+        """The lowered, validated schedule that ranks run, with receives posted in time."""
         costs = self.costs
         stages = costs.stages(self.compute.placement)
         lowered = lower(self.compute, stages, costs.network, costs.cap)
         return lowered if self.known else validate(lowered, stages, costs.cap)
 
-    def partition(self, schedule: Schedule, is_limited: bool = True) -> Partition:
-        """Return the partition for a schedule; for one found by layers, the cut found with it.
+    @cached_property
+    def policy_case(self) -> MemoryCase:
+        """The case for which any memory policy of the run would plan, whatever the device holds."""
+        boundaries = self.partition(self.compute, is_limited=False).boundaries
+        return self.policy.case(self.compute, boundaries, self.profile)
 
-        Without `is_limited`, more than the partition decides whether the run fits its devices.
+    def partition(self, schedule: Schedule, is_limited: bool = True) -> Partition:
+        """Return the partition for a schedule: if both were searched together, the one found.
+
+        If `is_limited` is False, the partition may exceed the devices.
         """
         partitioner = self.partitioner
         if not is_limited:
             partitioner = replace(partitioner, limit_bytes=None)
         if is_searched(self.run.schedule.name) and self.run.cost.from_layers:
-            partitioner = replace(partitioner, given=tuple(self.found["boundaries"]))
+            partitioner = replace(partitioner, given=tuple(self.search_result["boundaries"]))
         return partitioner.partition(schedule)

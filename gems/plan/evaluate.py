@@ -1,7 +1,6 @@
 """The plan of a run: from a resolved configuration to everything that its ranks need.
 
-The order is costs (from the profile, if requested), schedule, partition and memory plan. All users
-of a run's plan get it here, so that it is the same for all.
+The order is costs (from the profile, if requested), schedule, partition and memory plan.
 """
 
 from __future__ import annotations
@@ -12,10 +11,18 @@ from typing import NoReturn
 
 from gems.config.cluster import ORDERED_TRANSPORTS
 from gems.config.resolve import check_batch, check_gpus
-from gems.config.schema import CostConfig, DataConfig, ParallelConfig, RunSpec, ScheduleConfig
+from gems.config.schema import (
+    CostConfig,
+    DataConfig,
+    MemoryConfig,
+    ParallelConfig,
+    RunSpec,
+    ScheduleConfig,
+    TrainConfig,
+)
 from gems.data import IMAGES, kind_of
 from gems.errors import ConfigError
-from gems.memory.case import MemoryCase, PlanOutcome
+from gems.memory.case import PlanOutcome
 from gems.memory.plan import MemoryPlan, plan_of_schedule
 from gems.plan.draft import Draft
 from gems.plan.rank_plan import RankPlan
@@ -193,7 +200,8 @@ def evaluate(
     runs = runs or not spec.memory.keeps
     if runs:
         check_gpus(spec.parallel)
-        _check_compiled(spec, trains)
+        if trains and spec.machine.is_real:
+            _check_compiled(spec.train, spec.memory, spec.parallel.num_strips, spec.schedule)
     spec = with_strips_chosen(spec, runs)
     if runs and spec.parallel.num_strips > 1 and spec.machine.is_real:
         _check_strips(spec.parallel, spec.data, spec.schedule)
@@ -211,14 +219,16 @@ def finish(draft: Draft, trains: bool = True) -> Plan:
     # a policy lowers the schedule itself
     is_trial = draft.known is not None and not spec.memory.keeps
     schedule = draft.compute if is_trial else draft.lowered
-    if draft.runs:
-        _check_compiled(spec, trains, schedule)
-        if spec.machine.is_real:
-            check_batch(spec.data, spec.parallel.global_batch)
+    if draft.runs and spec.machine.is_real:
+        if trains:
+            _check_compiled(
+                spec.train, spec.memory, spec.parallel.num_strips, spec.schedule, schedule
+            )
+        check_batch(spec.data, spec.parallel.global_batch)
     from_layers = draft.run.cost.from_layers
     bounds = None
     if is_searched(schedule.name) and costs.cap is not None:
-        bounds = float(draft.found["bound"]), float(draft.found["bound_any_strips"])
+        bounds = float(draft.search_result["bound"]), float(draft.search_result["bound_any_strips"])
     by_layers = spec.machine.is_real if draft.runs else from_layers
     if not by_layers or not schedule.placement.is_chain:
         return Plan(spec, costs, costs.kept(schedule), bounds)
@@ -258,24 +268,10 @@ def with_strips_chosen(spec: RunSpec, runs: bool = True) -> RunSpec:
     """
     if spec.parallel.num_strips:
         return spec
-    return with_fastest_strips(spec, lambda one: evaluate(one, runs=runs).step_s)
+    return with_fastest_strips(spec, lambda divided: evaluate(divided, runs=runs).step_s)
 
 
 with_strips_on_paper = partial(with_strips_chosen, runs=False)
-
-
-def policy_case(spec: RunSpec) -> MemoryCase:
-    """Return the case for which any memory policy of a resolved run would plan.
-
-    The device does not limit its partition.
-
-    Raises:
-        ConfigError: the schedule cannot serve the counts, there are more stages than layers, or a
-            profile is not available.
-    """
-    draft = Draft(with_strips_chosen(spec), runs=True)
-    boundaries = draft.partition(draft.compute, is_limited=False).boundaries
-    return draft.policy.case(draft.compute, boundaries, draft.profile)
 
 
 def simulate(spec: RunSpec) -> Prediction:
@@ -304,21 +300,27 @@ def _check_strips(parallel: ParallelConfig, data: DataConfig, schedule: Schedule
         _refuse_strips(parallel.strips, fault)
 
 
-def _check_compiled(spec: RunSpec, trains: bool, schedule: Schedule | None = None) -> None:
-    """Check that the layers of a run can be compiled, as far as known without its schedule.
+def _check_compiled(
+    train: TrainConfig,
+    memory: MemoryConfig,
+    strips: int,
+    config: ScheduleConfig,
+    schedule: Schedule | None = None,
+) -> None:
+    """Check that train.compile suits a run, as far as this is known without its schedule.
 
     Raises:
-        ConfigError: the run splits a layer's own forward or backward, or counts on what they keep.
+        ConfigError: the run splits a layer's forward or backward, or depends on the bytes that
+            layers save.
     """
-    if not (spec.train.compile and trains and spec.machine.is_real):
+    if not train.compile:
         return
-    strips = spec.parallel.num_strips
-    name = spec.schedule.name
-    precision = spec.train.precision
-    cap = spec.schedule.activation_cap_bytes
+    name = config.name
+    precision = train.precision
+    cap = config.activation_cap_bytes
     for is_so, fault, advice in (
         (
-            spec.train.cuda_graphs is True,
+            train.cuda_graphs is True,
             "train.cuda_graphs=true, which captures the kernels of layers as they are",
             "set train.cuda_graphs=false or auto",
         ),
@@ -328,8 +330,8 @@ def _check_compiled(spec: RunSpec, trains: bool, schedule: Schedule | None = Non
             "leave parallel.strips out",
         ),
         (
-            not spec.memory.keeps,
-            f"{spec.memory.choice}, which plans by what layers keep as they are",
+            not memory.keeps,
+            f"{memory.choice}, which plans by the bytes that layers save as they are",
             "use memory=keep",
         ),
         (
@@ -338,7 +340,7 @@ def _check_compiled(spec: RunSpec, trains: bool, schedule: Schedule | None = Non
             "give schedule.activation_cap, in micro-batches",
         ),
         (
-            spec.train.compute_dtype in ("bfloat16", "float16"),
+            train.compute_dtype in ("bfloat16", "float16"),
             (
                 f"train.precision={precision}, whose rounding between operations compiled kernels"
                 " leave out"
@@ -352,7 +354,7 @@ def _check_compiled(spec: RunSpec, trains: bool, schedule: Schedule | None = Non
         ),
         (
             schedule is not None and schedule.has_memory_actions,
-            f"schedule={name}, whose list recomputes or moves what layers keep",
+            f"schedule={name}, which recomputes or offloads activations itself",
             "use another schedule",
         ),
     ):

@@ -1,4 +1,4 @@
-"""The largest image that a run trains in parts, which are run again unless the run has another memory policy."""
+"""The largest image that a run trains in parts; parts are recomputed unless a memory policy is set."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from gems.partition.max_model_size import MAX_VALUES, RESOLUTION, Axis
 from gems.plan.evaluate import evaluate
 from gems.plan.strips_choice import KEY, Division
 
-STRIP_ROWS = 256  # of a network whose images are divided into strips of rows only
-BLOCK_PX = 1024  # of the first blocks that are tried
-UNIT_PX = 32  # sides of blocks are multiples of it and of the model's stride
-PRECISION = 0.01  # of the answer
+STRIP_ROWS = 256  # for networks that support strips of rows only
+BLOCK_PX = 1024  # side of the first blocks to try
+UNIT_PX = 32  # sides of blocks are multiples of this and of the model's stride
+PRECISION = 0.01  # relative, of the side
 MOST_BLOCKS = math.isqrt(MAX_STRIPS)  # along an axis
 
 
 @dataclass(frozen=True, slots=True)
 class LargestImage:
-    """A square image that trains, its division and step, and the fullest rank's peak in bytes."""
+    """A square image that trains, with its division, step time and peak of the fullest rank."""
 
     side_px: int
     strips: Division
@@ -34,10 +34,10 @@ class LargestImage:
 
 
 def largest_image(spec: RunSpec) -> LargestImage | None:
-    """Return the largest square image that a resolved run trains in parts within machine.device_bytes.
+    """Return the largest square image that a resolved run trains in parts on its devices.
 
-    The parts are as configured, else square blocks; a network that cannot have blocks is tried in
-    strips of rows. None if a layer needs the whole image, or not even a small one fits.
+    The parts are as configured, or else square blocks, or strips of rows if the network does not
+    support blocks. Return None if a layer needs the whole image, or if not even a small one fits.
     """
     memory = MemoryConfig("recompute", recompute="strip") if spec.memory.keeps else spec.memory
     axis = Axis(replace(spec, memory=memory), RESOLUTION)
@@ -71,7 +71,6 @@ def largest_image(spec: RunSpec) -> LargestImage | None:
 
 
 def _unless_refused(search: Callable[[], LargestImage | None]) -> LargestImage | None:
-    """Return what a search finds; None if the network cannot be divided."""
     try:
         return search()
     except ConfigError as error:
@@ -83,12 +82,12 @@ def _unless_refused(search: Callable[[], LargestImage | None]) -> LargestImage |
 def _in_blocks(
     trained: Callable[[int, int], LargestImage | None], unit_px: int
 ) -> LargestImage | None:
-    """Return the largest image in square blocks, by its side and the blocks along it.
+    """Return the largest image in square blocks; `trained` takes a side and the blocks along it.
 
-    Larger blocks hold more of one block, smaller ones more of what is carried between blocks. They
-    are halved from the largest of which four fit, as long as a larger image fits. Images of whole
-    blocks share the profiles of blocks; only the last steps, in which the blocks of the best image
-    grow, need new ones.
+    Larger blocks need more memory for a block, smaller ones more for the carries between blocks.
+    Blocks are halved, starting from the largest of which 2 x 2 fit, as long as a larger image fits.
+    Images of equal blocks share profiles; only the last steps, which enlarge the blocks of the best
+    image, need new ones.
     """
 
     def fits(block_px: int, count: int) -> bool:
@@ -122,7 +121,7 @@ def _in_blocks(
 
 
 def _most(fits: Callable[[int], bool], number: int) -> int:
-    """Return the largest number that fits, from one on that does."""
+    """Return the largest number that fits, starting at one that does."""
     step = 1
     while fits(number + step):
         number += step

@@ -11,7 +11,7 @@ from gems.schedule.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What the ranks of a run need of its plan; the same on all ranks."""
+    """The part of a run's plan that its ranks read; the same on all ranks."""
 
     spec: RunSpec
     schedule: Schedule  # lowered and validated

@@ -1,43 +1,54 @@
-"""The division of the images of a run that leaves it open (parallel.strips=0).
-
-Strips of rows or blocks: the one with the fastest simulated step of those that fit.
-"""
+"""The choice of parallel.strips=0: the strips or blocks that fit and have the fastest simulated step."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from gems.config.constraints import check_constraints
-from gems.config.schema import MAX_FORWARDS, MAX_STRIPS, ParallelConfig, RunSpec
+from gems.config.schema import (
+    MAX_FORWARDS,
+    MAX_STRIPS,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunSpec,
+)
 from gems.errors import ConfigError, DoesNotFitError
 from gems.models import stride_of
 from gems.profile import ModelProfile
 from gems.profile.strip_profile import STRIPS_OVER_WHOLE
 
 KEY = "parallel.strips"
-GAIN = 0.01  # of the step's time, that twice as many strips must bring
-SAVING = 0.05  # of the bytes, that twice as many strips must save where none fits
-PATIENCE = 2  # slower ones in a row, after which there are no more
-MOST_SLOWER = 2.0  # times the whole image: from there on launches take more than the work
+GAIN = 0.01  # share of the step time that doubling the strips must save
+SAVING = 0.05  # share of the bytes that doubling the strips must save if nothing fits
+PATIENCE = 2  # slower divisions in a row that end the search
+MOST_SLOWER = 2.0  # times the whole image, above which launches take longer than the work
 Division = int | list[int]  # strips of rows, or rows and columns of blocks
 
 
 def with_fastest_strips(spec: RunSpec, step_s: Callable[[RunSpec], float]) -> RunSpec:
-    """Return a resolved run in 1, 2, 4, ... parts, of those that it can have the ones with the shortest step.
+    """Return a resolved run in the number of parts (1, 2, 4, ...) with the shortest step.
 
-    `step_s` plans and simulates a run. More strips nearly always win a little where links are free,
-    so each doubling must shorten the step by a part of `GAIN`. The search ends at the first that
-    shortens it by less, or where `PATIENCE` in a row are slower. Where none fits, it ends at the
-    first that saves less than a part of `SAVING` of the bytes.
+    `step_s` plans and simulates a run. On free links more strips nearly always win a little, so
+    each doubling must shorten the step by a share of `GAIN`. The search ends at the first doubling
+    that gains less, or after `PATIENCE` slower ones in a row. If nothing fits, it ends at the first
+    doubling that saves less than a share of `SAVING` of the bytes.
 
     Raises:
-        ConfigError: the run can have no number of strips, by what the fewest of them is refused
-        for. DoesNotFitError: with none of them it fits, by the division that needs least.
+        ConfigError: no number of strips is valid; the error is that of the fewest strips.
+        DoesNotFitError: no division fits; the error is that of the division that needs least.
     """
     quiet = replace(spec, machine=replace(spec.machine, noise=0.0))
+
+    def divided_step_s(division: Division) -> float:
+        divided = _divided(quiet, division)
+        check_constraints(divided)
+        return step_s(divided)
+
+    has_blocks = spec.machine.is_real or spec.cost.from_layers
     best: RunSpec | None = None
     faults: list[ConfigError] = []
     too_large: list[tuple[Division, DoesNotFitError]] = []
@@ -47,7 +58,11 @@ def with_fastest_strips(spec: RunSpec, step_s: Callable[[RunSpec], float]) -> Ru
     for doublings in range(most_strips(spec.parallel, rows).bit_length()):
         if 2**doublings < fewest:
             continue
-        division, outcome = _fastest(quiet, 2**doublings, step_s)
+        divisions = [
+            2**doublings,
+            *(blocks(2**doublings, spec.data, spec.model) if has_blocks else ()),
+        ]
+        division, outcome = _fastest(divisions, divided_step_s)
         if isinstance(outcome, DoesNotFitError):
             too_large.append((division, outcome))
             if best is not None or _is_capped(too_large):
@@ -63,7 +78,7 @@ def with_fastest_strips(spec: RunSpec, step_s: Callable[[RunSpec], float]) -> Ru
         if best is None or outcome <= least * (1 - GAIN) ** (
             doublings - best.parallel.num_strips.bit_length() + 1
         ):
-            best = replace(spec, parallel=replace(spec.parallel, strips=division))
+            best = _divided(spec, division)
             least = outcome
             num_slower = 0
             continue
@@ -75,68 +90,65 @@ def with_fastest_strips(spec: RunSpec, step_s: Callable[[RunSpec], float]) -> Ru
     raise _of_least(too_large) if too_large else faults[0]
 
 
-def _fastest(
-    spec: RunSpec, number: int, step_s: Callable[[RunSpec], float]
-) -> tuple[Division, float | ConfigError | DoesNotFitError]:
-    """Return the fastest division into `number` parts and its step, or why none of them can be.
+def _divided(spec: RunSpec, division: Division) -> RunSpec:
+    return replace(spec, parallel=replace(spec.parallel, strips=division))
 
-    Blocks must be faster than strips by a part of `GAIN`. If all are too large, the division is
-    that which needs least.
+
+def _fastest(
+    divisions: Iterable[Division], step_s: Callable[[Division], float]
+) -> tuple[Division, float | ConfigError | DoesNotFitError]:
+    """Return the fastest division with its step; if none fits, that which needs least, or a fault.
+
+    Blocks, which follow strips, must be faster by a share of `GAIN`.
     """
-    steps: list[tuple[Division, float]] = []
+    best: tuple[Division, float] | None = None
     too_large: list[tuple[Division, DoesNotFitError]] = []
     faults: list[tuple[Division, ConfigError]] = []
-    for division in divisions(spec, number):
-        divided = replace(spec, parallel=replace(spec.parallel, strips=division))
+    for division in divisions:
         try:
-            check_constraints(divided)
-            found = step_s(divided)
+            seconds = step_s(division)
         except DoesNotFitError as error:
             too_large.append((division, error))
         except ConfigError as error:
             faults.append((division, error))
         else:
-            if not steps or found < (1 - GAIN) * steps[0][1]:
-                steps.insert(0, (division, found))
-    if steps:
-        return steps[0]
-    if too_large:
-        return min(too_large, key=lambda each: each[1].needed_bytes)
-    return faults[0]
+            if best is None or seconds < (1 - GAIN) * best[1]:
+                best = division, seconds
+    return best or (_leanest(too_large) if too_large else faults[0])
 
 
-def divisions(spec: RunSpec, number: int) -> Iterator[Division]:
-    """Yield the divisions of a run's images into `number` parts, a power of two: strips and blocks.
+def blocks(number: int, data: DataConfig, model: ModelConfig) -> list[list[int]]:
+    """Return the grid (rows, columns) of the squarest blocks of an image, `number` in all, if any.
 
-    Blocks are as square as can be, with no more columns than rows in a square image, and not
-    thinner than what the model shrinks to one pixel. Only runs whose costs follow from their images
-    have them.
+    `number` is a power of two. A square image has no more columns than rows. No block is thinner
+    than what the model shrinks to one pixel.
     """
-    yield number
-    if number < 4 or not (spec.machine.is_real or spec.cost.from_layers):
-        return
-    sides = spec.data.height_px, spec.data.width_px
-    by_ratio = sorted(
-        (abs(math.log2(sides[0] * columns / (sides[1] * rows))), -rows, columns)
-        for columns in (2**power for power in range(1, number.bit_length() - 1))
-        for rows in (number // columns,)
-        if min(sides[0] // rows, sides[1] // columns) >= stride_of(spec.model)
-    )
-    yield from ([-rows, columns] for _, rows, columns in by_ratio[:1])
+    height_px, width_px = data.height_px, data.width_px
+    grids = [[number >> power, 1 << power] for power in range(1, number.bit_length() - 1)]
+    fitting = [
+        (abs(math.log2(height_px * columns / (width_px * rows))), -rows, [rows, columns])
+        for rows, columns in grids
+        if min(height_px // rows, width_px // columns) >= stride_of(model)
+    ]
+    return [grid for _, _, grid in sorted(fitting)[:1]]
+
+
+def _leanest(too_large: list[tuple[Division, DoesNotFitError]]) -> tuple[Division, DoesNotFitError]:
+    return min(too_large, key=lambda refusal: refusal[1].needed_bytes)
 
 
 def _is_capped(too_large: list[tuple[Division, DoesNotFitError]]) -> bool:
-    """Return whether the last division saves too little over the one before.
+    """Return whether the last doubling of the parts saved too little.
 
-    The whole image, which comes first, may be refused for one layer that strips cannot shrink.
+    The whole image does not count: it may be refused for one layer that strips cannot shrink.
     """
     needed = [error.needed_bytes for _, error in too_large[1:]]
     return len(needed) > 1 and needed[-1] > (1 - SAVING) * needed[-2]
 
 
 def _of_least(too_large: list[tuple[Division, DoesNotFitError]]) -> DoesNotFitError:
-    """Return the error of the division that needs least; it says why there are no more parts."""
-    division, error = min(too_large, key=lambda each: each[1].needed_bytes)
+    """Return the error of the leanest division, with the reason why there are no more parts."""
+    division, error = _leanest(too_large)
     advice = f"no division needs less than {KEY}={shown(division)}"
     if _is_capped(too_large):
         advice += f", and twice as many parts save less than {100 * SAVING:g} %"
@@ -145,32 +157,34 @@ def _of_least(too_large: list[tuple[Division, DoesNotFitError]]) -> DoesNotFitEr
 
 
 def shown(division: Division | Sequence[int]) -> str:
-    """Return a division as the value of a key."""
+    """Format a division as the value of a configuration key."""
     return json.dumps(division, separators=(",", ":"))
 
 
 def in_words(division: Division | Sequence[int]) -> str:
-    """Return a division in words."""
+    """Describe a division in words."""
     if isinstance(division, int):
         return f"{division} strips"
     return f"{' x '.join(map(str, division))} blocks"
 
 
-def thin_parts(spec: RunSpec, profile: ModelProfile) -> str | None:
-    """Return a warning if the parts of images are so thin that launching kernels takes most time."""
+def thin_parts(
+    parallel: ParallelConfig, data: DataConfig, launch_s: float | None, profile: ModelProfile
+) -> str | None:
+    """Return a warning if parts are so thin that launching kernels takes most of the time."""
     slower = profile.facts.get(STRIPS_OVER_WHOLE, 1.0)
-    if not spec.machine.launch_s or slower < MOST_SLOWER:
+    if not launch_s or slower < MOST_SLOWER:
         return None
-    rows, columns = (*spec.parallel.grid, 1)[:2]
+    rows, columns = (*parallel.grid, 1)[:2]
     return (
-        f"{KEY}={shown(spec.parallel.strips)}: parts of {spec.data.height_px // rows} x"
-        f" {spec.data.width_px // columns} px take {slower:.1f} times as long as the whole image,"
-        f" for the launches of their kernels (machine.launch_s={spec.machine.launch_s:g}); use"
+        f"{KEY}={shown(parallel.strips)}: parts of {data.height_px // rows} x"
+        f" {data.width_px // columns} px take {slower:.1f} times as long as the whole image,"
+        f" for the launches of their kernels (machine.launch_s={launch_s:g}); use"
         " fewer parts or a larger parallel.micro_batch_size"
     )
 
 
 def most_strips(parallel: ParallelConfig, rows: int) -> int:
-    """Return the most strips that are tried of an image of so many rows, in not too long lists."""
+    """Return the most strips to try for an image of `rows` rows, which keep schedules short."""
     longest = MAX_FORWARDS // (parallel.partitions * (parallel.micro_batches or 1))
     return max(1, min(MAX_STRIPS, rows, longest))

@@ -57,8 +57,10 @@ def prepare(
             file=sys.stderr,
         )
     plan = plan or evaluate(spec)
-    if plan.profile is not None and (thin := thin_parts(spec, plan.profile)):
-        print(f"gems: warning: {thin}", file=sys.stderr)
+    if plan.profile is not None:
+        thin = thin_parts(spec.parallel, spec.data, spec.machine.launch_s, plan.profile)
+        if thin:
+            print(f"gems: warning: {thin}", file=sys.stderr)
     if spec.machine.is_real:
         inspect_data(spec.data, spec.seed)
         split_by = plan.schedule.name if plan.schedule.has_split_backward else None

@@ -10,10 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Scored(Protocol):
-    """What becomes of a candidate that fits.
-
-    Seconds, the fewer the better, and bytes, which tell equals apart.
-    """
+    """The score of a candidate that fits: seconds, and bytes as the tie-breaker."""
 
     @property
     def score_s(self) -> float:
@@ -25,7 +22,7 @@ class Scored(Protocol):
 
 
 def is_as_fast(first: Scored, other: Scored) -> bool:
-    """Whether two answers take the same seconds, up to the rounding of sums in another order."""
+    """Return whether two answers have equal scores, up to rounding."""
     return _rounded(first.score_s) == _rounded(other.score_s)
 
 
@@ -42,7 +39,7 @@ class TooLarge:
 
 @dataclass(frozen=True, slots=True)
 class TooSlow:
-    """A candidate whose evaluation ended when it was known to be slower than asked."""
+    """A candidate whose evaluation stopped because it is slower than the limit."""
 
 
 C = TypeVar("C")
@@ -51,13 +48,12 @@ S = TypeVar("S", bound=Scored)
 
 @dataclass(frozen=True, slots=True)
 class SearchResult(Generic[S]):
-    """The best, first first, and what became of all candidates.
+    """The best candidates, first first, and the fate of all.
 
-    `num_simulated` were scored, `num_too_large` did not fit when they were simulated,
-    `num_pruned_bytes` and `num_pruned_time` were left out by their bounds, `num_impossible` have
-    counts that their schedule cannot serve or a policy that keeping makes pointless, and `num_left`
-    were not reached in the time. `least_needed_bytes` is the least that was found too large, None
-    where nothing was.
+    `num_simulated` were scored, `num_too_large` were simulated and did not fit,
+    `num_pruned_bytes` and `num_pruned_time` were skipped by their bounds, `num_impossible` have
+    invalid counts or a needless memory policy, and `num_left` were not reached in time.
+    `least_needed_bytes` is the smallest size that was too large, None if everything fitted.
     """
 
     best: tuple[S, ...]
@@ -72,18 +68,18 @@ class SearchResult(Generic[S]):
 
     @property
     def is_exact(self) -> bool:
-        """Whether no candidate that was not scored could be among the best."""
+        """Whether the answers are certainly the best of all candidates."""
         return self.num_left == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Rules(Generic[C, S]):
-    """How candidates are judged.
+    """The functions that judge candidates.
 
-    `least_s` and `refined_s` are below or at a candidate's seconds, the first without any work and
-    the second with some; one that `is_pruned` is below its bytes. `evaluate` is given the seconds
-    above which nothing is asked for, and gives None for a candidate that cannot be. Those of a
-    higher `priority`, which are slower to evaluate, come after all others.
+    `least_s` and `refined_s` are lower bounds of a candidate's seconds; the first takes no work.
+    `is_pruned` tells whether its lower bound of bytes is above the limit. `evaluate` takes the
+    seconds above which the score does not matter, and returns None for an invalid candidate.
+    Candidates are tried by rising `priority`, which is higher for slower evaluations.
     """
 
     least_s: Callable[[C], float]
@@ -99,23 +95,31 @@ def search(
     num_best: int,
     is_over: Callable[[], bool] = lambda: False,
 ) -> SearchResult[S]:
-    """Return the `num_best` candidates of the least seconds, those that are as fast by their bytes.
+    """Return the `num_best` candidates with the lowest seconds; ties go to the fewest bytes.
 
-    They are the same as if all had been scored, unless `is_over` ends it.
+    The result is that of an exhaustive search, unless `is_over` ends it early.
     """
     waiting: list[tuple[int, float, int, bool, C]] = []
     counts = Counter[str]()
-    number = 0
-    for number, one in enumerate(candidates, 1):
-        if rules.is_pruned(one):
+    num_candidates = 0
+    for num_candidates, candidate in enumerate(candidates, 1):
+        if rules.is_pruned(candidate):
             counts["num_pruned_bytes"] += 1
         else:
-            waiting.append((rules.priority(one), rules.least_s(one), number, False, one))
+            waiting.append(
+                (
+                    rules.priority(candidate),
+                    rules.least_s(candidate),
+                    num_candidates,
+                    False,
+                    candidate,
+                )
+            )
     heapq.heapify(waiting)
     best: list[tuple[tuple[float, float, int], S]] = []
     needed: list[int] = []
     while waiting:
-        priority, least_s, place, is_refined, one = heapq.heappop(waiting)
+        priority, least_s, number, is_refined, candidate = heapq.heappop(waiting)
         worst_s = best[-1][0][0] if len(best) == num_best else float("inf")
         if _rounded(least_s) > worst_s:
             counts["num_pruned_time"] += 1
@@ -125,10 +129,11 @@ def search(
             continue
         if not is_refined:
             heapq.heappush(
-                waiting, (priority, max(least_s, rules.refined_s(one)), place, True, one)
+                waiting,
+                (priority, max(least_s, rules.refined_s(candidate)), number, True, candidate),
             )
             continue
-        result = rules.evaluate(one, worst_s)
+        result = rules.evaluate(candidate, worst_s)
         if result is None:
             counts["num_impossible"] += 1
         elif isinstance(result, TooSlow):
@@ -138,7 +143,7 @@ def search(
             needed.append(result.needed_bytes)
         else:
             counts["num_simulated"] += 1
-            key = (_rounded(result.score_s), result.most_bytes, place)
-            best = sorted([*best, (key, result)], key=lambda each: each[0])[:num_best]
+            key = (_rounded(result.score_s), result.most_bytes, number)
+            best = sorted([*best, (key, result)], key=lambda entry: entry[0])[:num_best]
     answers = tuple(result for _, result in best)
-    return SearchResult(answers, number, min(needed, default=None), **counts)
+    return SearchResult(answers, num_candidates, min(needed, default=None), **counts)

@@ -11,8 +11,8 @@ from gems.schedule.ledger import in_flight
 from gems.schedule.schedule import Schedule
 from gems.search.candidate import KEEP, Candidate
 
-# Rough passes over a step's actions that an evaluation takes, and what a search for a schedule is
-# worth of them.
+# rough number of passes over a step's actions for an evaluation, and the effort of a search for a
+# schedule in the same unit
 PASSES = {
     KEEP: 2,
     "recompute/stage": 2,
@@ -25,16 +25,19 @@ SEARCH_EFFORT = 1e4
 
 
 class Load:
-    """What one micro-batch of a whole model is: times in seconds, sizes in bytes.
+    """The load of one micro-batch on a whole model: times in seconds, sizes in bytes.
 
-    `longest_s` is the largest layer's forward and backward, `least_forward` the least share that
-    forward has of a layer's time, `least_again` the least that a layer takes with its forward run
-    twice, over its time. `kept_bytes` is what the whole model keeps for backward, `cheap_bytes`
-    what it keeps at least where all but products is recomputed, `crossing_bytes` what of that a
-    boundary takes out of the stash, by boundary, largest first: what is first saved after it.
-    `output_bytes` is the most that a layer passes on. `static_bytes` are the model's parameters
-    with their gradients and states, and its buffers, `transient_bytes` the least that its largest
-    layer makes at once.
+    Attributes:
+        longest_s: forward and backward of the slowest layer.
+        least_forward: the smallest share of forward in a layer's time.
+        least_again: the smallest factor by which recomputing its forward slows a layer down.
+        kept_bytes: what the model keeps for backward.
+        cheap_bytes: the least it keeps if everything except matrix products is recomputed.
+        crossing_bytes: by boundary, largest first, the part of the stash that is saved only after
+            the boundary.
+        output_bytes: the largest output of a layer.
+        static_bytes: parameters, gradients, optimizer states and buffers.
+        transient_bytes: the least working memory of the largest layer.
     """
 
     def __init__(self, profile: ModelProfile, optimizer: Optimizer) -> None:
@@ -61,7 +64,7 @@ class Load:
         self.crossing_bytes = sorted(crossing, reverse=True)
         self.output_bytes = max(layer.output_bytes for layer in layers)
         self.static_bytes: int = sum(
-            optimizer.static_bytes(one.param_bytes, one.buffer_bytes) for one in layers
+            optimizer.static_bytes(layer.param_bytes, layer.buffer_bytes) for layer in layers
         )
         self.transient_bytes = max(
             min(layer.forward_peak_bytes, layer.plain_peak_bytes, layer.cheap_first_peak_bytes)
@@ -69,118 +72,118 @@ class Load:
         )
 
 
-def least_step_s(one: Candidate, load: Load, bottleneck_s: float = 0.0) -> float:
-    """Return seconds below which no partition of a candidate can be, links being free.
+def least_step_s(candidate: Candidate, load: Load, bottleneck_s: float = 0.0) -> float:
+    """Return a lower bound of a candidate's step in seconds, for any partition and free links.
 
-    The heaviest rank computes at least its share, of one micro-batch at least `bottleneck_s` where
-    that is known from the best partition. Beyond that a micro-batch passes the ranks one after
-    another, by the family's `chain_bound`.
+    The heaviest rank computes at least its share, and for one micro-batch at least `bottleneck_s`,
+    if known from the best partition. A micro-batch also passes all ranks in turn, which the
+    family's `chain_bound` covers.
     """
-    is_again = one.policy == "recompute/stage"
+    is_again = candidate.policy == "recompute/stage"
     again = load.least_again if is_again else 1.0
     whole_s = load.time_s + load.recompute_s * is_again
-    heaviest = one.micro_batches * max(
-        whole_s / one.partitions, again * load.longest_s, again * bottleneck_s
+    heaviest = candidate.micro_batches * max(
+        whole_s / candidate.partitions, again * load.longest_s, again * bottleneck_s
     )
-    terms = one.terms(load.forward_s, load.input_grad_s, load.weight_grad_s)
-    return max(heaviest, one.family.chain_bound(terms, again, load.least_forward))
+    terms = candidate.terms(load.forward_s, load.input_grad_s, load.weight_grad_s)
+    return max(heaviest, candidate.family.chain_bound(terms, again, load.least_forward))
 
 
-def least_bytes(one: Candidate, load: Load, held: Sequence[float] = ()) -> int:
-    """Return bytes below which the fullest rank of a candidate cannot be, whatever its partition.
+def least_bytes(candidate: Candidate, load: Load, flight_counts: Sequence[float] = ()) -> int:
+    """Return a lower bound of the bytes on a candidate's fullest rank, for any partition.
 
     All ranks together hold the parameters with their gradients and states, once for each direction.
-    With all activations kept a rank in the middle of its step holds c stashes of its part: of a
-    whole A, cut to be least on the fullest rank, that is A / (sum of 1 / c). What is recomputed is
-    there at once for a stage, or for one of its segments. What a boundary takes out of the stash is
-    left out for the worst boundaries there are. `held` are the micro-batches in flight by rank, if
-    they are known better than by the family.
+    If all activations A are kept, and rank r has c_r micro-batches in flight, the best cut puts
+    A / sum(1 / c_r) on each rank. Recomputed activations exist for one stage, or one of its
+    segments, at a time. The stash is reduced by what the worst boundaries can take out of it.
+    `flight_counts` has c_r by rank, if known better than by the family.
     """
-    static = one.family.num_directions * load.static_bytes
-    num_stages = one.num_stages
-    least = max(static / one.partitions, load.transient_bytes)
-    kept = max(load.kept_bytes - sum(load.crossing_bytes[: num_stages - 1]), 0)
-    if one.policy == "recompute/stage":
-        return int(max(least, kept / num_stages))
-    if one.policy == "recompute/segment":
-        return int(max(least, kept / (num_stages * ((load.num_layers / num_stages) ** 0.5 + 2))))
-    if one.policy == "recompute/selective":
-        kept = load.cheap_bytes
-    elif one.memory != KEEP:
+    static = candidate.family.num_directions * load.static_bytes
+    num_stages = candidate.num_stages
+    least = max(static / candidate.partitions, load.transient_bytes)
+    kept_bytes = max(load.kept_bytes - sum(load.crossing_bytes[: num_stages - 1]), 0)
+    if candidate.policy == "recompute/stage":
+        return int(max(least, kept_bytes / num_stages))
+    if candidate.policy == "recompute/segment":
+        return int(
+            max(least, kept_bytes / (num_stages * ((load.num_layers / num_stages) ** 0.5 + 2)))
+        )
+    if candidate.policy == "recompute/selective":
+        kept_bytes = load.cheap_bytes
+    elif candidate.memory != KEEP:
         return int(least)
-    held = held or one.family.least_in_flight(one.terms())
-    balanced = kept / sum(1 / count for count in held)
-    together = (min(held) * kept + static) / one.partitions
+    flight_counts = flight_counts or candidate.family.least_in_flight(candidate.terms())
+    balanced = kept_bytes / sum(1 / count for count in flight_counts)
+    together = (min(flight_counts) * kept_bytes + static) / candidate.partitions
     return int(max(least, balanced, together))
 
 
 def held_at_once(schedule: Schedule) -> list[float]:
-    """Return a lower bound of the micro-batches that each rank has in flight on each of its stages at once.
+    """Return, by rank, a lower bound of the micro-batches in flight on each of its stages at once.
 
-    A rank's peak is the largest over its actions, and so at least the mean over any of them: here
-    the action at which the stage with the fewest in flight has most, and those at which each stage
-    has most.
+    A rank's peak over its actions is at least the mean over any of them. The actions here are that
+    at which the stage with the fewest in flight has most, and those at which each stage has most.
     """
-    held = []
+    counts = []
     for actions in schedule.rank_schedules:
-        tops: dict[int, dict[int, int]] = {}
+        peaks: dict[int, dict[int, int]] = {}
         fewest = 0
-        for action, now in in_flight(actions):
-            if now[action.stage] > tops.get(action.stage, {}).get(action.stage, 0):
-                tops[action.stage] = dict(now)
-            fewest = max(fewest, min(now.values()))
-        mean = min(sum(top[stage] for top in tops.values()) / len(tops) for stage in tops)
-        held.append(max(float(fewest), mean))
-    return held
+        for action, current in in_flight(actions):
+            if current[action.stage] > peaks.get(action.stage, {}).get(action.stage, 0):
+                peaks[action.stage] = dict(current)
+            fewest = max(fewest, min(current.values()))
+        mean = min(sum(peak[stage] for peak in peaks.values()) / len(peaks) for stage in peaks)
+        counts.append(max(float(fewest), mean))
+    return counts
 
 
-def estimated_bytes(one: Candidate, load: Load) -> float:
-    """Return about what the fullest rank of a candidate holds, too much or too little.
+def estimated_bytes(candidate: Candidate, load: Load) -> float:
+    """Estimate the bytes of the fullest rank, to order candidates.
 
-    An order in which to try.
-    Of equal stages: of each micro-batch in flight what the policy keeps on the device, what one of
-    them brings back at once, and what a layer makes meanwhile.
+    Stages count as equal. The estimate has, for each micro-batch in flight, what the policy keeps
+    on the device; what one of them brings back at once; and the working memory of a layer.
     """
-    stages = one.num_stages
-    part = load.kept_bytes / one.num_stages
-    chunks = stages // one.partitions
+    stages = candidate.num_stages
+    part = load.kept_bytes / candidate.num_stages
+    chunks = stages // candidate.partitions
     passed = load.output_bytes
     segments = max(1.0, math.sqrt(load.num_layers / stages))
     on_device, at_once = {
-        KEEP: (load.kept_bytes / one.partitions, 0.0),
-        "recompute/selective": (load.cheap_bytes / one.partitions, part / segments**2),
+        KEEP: (load.kept_bytes / candidate.partitions, 0.0),
+        "recompute/selective": (load.cheap_bytes / candidate.partitions, part / segments**2),
         "recompute/stage": (chunks * passed, part),
         "recompute/segment": (chunks * segments * passed, part / segments),
-    }.get(one.policy, (chunks * passed, 2.0 * load.transient_bytes))
-    static = one.family.num_directions * load.static_bytes / one.partitions
-    return static + _estimated_in_flight(one) * on_device + at_once + load.transient_bytes
+    }.get(candidate.policy, (chunks * passed, 2.0 * load.transient_bytes))
+    static = candidate.family.num_directions * load.static_bytes / candidate.partitions
+    return static + _estimated_in_flight(candidate) * on_device + at_once + load.transient_bytes
 
 
-def estimated_host_bytes(one: Candidate, load: Load) -> float:
+def estimated_host_bytes(candidate: Candidate, load: Load) -> float:
     """Estimate the bytes that the fullest rank of a candidate keeps in host memory."""
-    moves = one.memory not in (KEEP, "recompute")
-    return moves * _estimated_in_flight(one) * load.kept_bytes / one.partitions
+    moves = candidate.memory not in (KEEP, "recompute")
+    return moves * _estimated_in_flight(candidate) * load.kept_bytes / candidate.partitions
 
 
-def effort(one: Candidate, load: Load) -> float:
-    """Return about how many actions the evaluation of a candidate goes through.
+def effort(candidate: Candidate, load: Load) -> float:
+    """Estimate how many actions the evaluation of a candidate processes, to order candidates.
 
-    An order in which to try.
-    A policy that works on segments or layers has more of them, and one that is searched goes
-    through them often.
+    Policies on segments or layers have more actions, and searches process them often.
     """
-    if one.family.is_searched:
+    if candidate.family.is_searched:
         return SEARCH_EFFORT
     pieces = {
         "": load.num_layers,
         "selective": load.num_layers,
-        "segment": math.sqrt(load.num_layers * one.num_stages),
+        "segment": math.sqrt(load.num_layers * candidate.num_stages),
     }
-    num = one.num_stages if one.memory == KEEP else pieces.get(one.how, one.num_stages)
-    return one.micro_batches * num * PASSES.get(one.policy, MOST_PASSES)
+    num = (
+        candidate.num_stages
+        if candidate.memory == KEEP
+        else pieces.get(candidate.how, candidate.num_stages)
+    )
+    return candidate.micro_batches * num * PASSES.get(candidate.policy, MOST_PASSES)
 
 
-def _estimated_in_flight(one: Candidate) -> float:
-    """Return about how many micro-batches the fullest rank holds at once of each of its stages."""
-    peak = one.family.peak_units(one.terms()) if one.family.peak_units else None
-    return min(one.micro_batches, one.cap or peak or one.partitions)
+def _estimated_in_flight(candidate: Candidate) -> float:
+    peak = candidate.family.peak_units(candidate.terms()) if candidate.family.peak_units else None
+    return min(candidate.micro_batches, candidate.cap or peak or candidate.partitions)

@@ -1,4 +1,4 @@
-"""Candidates: all configurations that a number of devices and a global batch allow."""
+"""Candidates: all configurations for a number of devices and a global batch."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def candidates(
     if has_policies:
         policies = [(name, how) for name, policy in POLICIES.items() for how in policy.quick_ways]
         policies += [(name, how) for name, policy in POLICIES.items() for how in policy.slow_ways]
-    asked = []
+    answer = []
     for partitions in _divisors(num_gpus):
         replicas = num_gpus // partitions
         if global_batch % replicas or partitions > num_layers:
@@ -139,12 +139,15 @@ def candidates(
         batch = global_batch // replicas
         for size in _divisors(batch):
             shape = Candidate(partitions, replicas, "1f1b", size, batch // size)
-            for one in _schedules(shape):
-                if one.num_stages > num_layers or one.num_stages * one.micro_batches > MAX_FORWARDS:
+            for candidate in _schedules(shape):
+                if (
+                    candidate.num_stages > num_layers
+                    or candidate.num_stages * candidate.micro_batches > MAX_FORWARDS
+                ):
                     continue
-                kinds = (replace(one, memory=memory, how=how) for memory, how in policies)
-                asked += [each for each in kinds if _is_asked(each, num_layers)]
-    return asked
+                variants = (replace(candidate, memory=memory, how=how) for memory, how in policies)
+                answer += [variant for variant in variants if _is_asked(variant, num_layers)]
+    return answer
 
 
 def _schedules(shape: Candidate) -> Iterator[Candidate]:
@@ -164,18 +167,17 @@ def _schedules(shape: Candidate) -> Iterator[Candidate]:
             yield replace(shape, schedule=name, cap=size.cap, parts=size.num_parts, chunks=chunks)
 
 
-def _is_asked(one: Candidate, num_layers: int) -> bool:
+def _is_asked(candidate: Candidate, num_layers: int) -> bool:
     """Return whether the effort to evaluate a candidate is reasonable.
 
     A searched schedule is only evaluated with all activations kept.
     """
-    if one.family.is_searched:
-        return one.memory == KEEP
-    if one.memory == "plan" and num_layers * one.micro_batches > MAX_PLANNED:
+    if candidate.family.is_searched:
+        return candidate.memory == KEEP
+    if candidate.memory == "plan" and num_layers * candidate.micro_batches > MAX_PLANNED:
         return False
-    return not one.slowness or one.partitions * one.micro_batches <= MAX_SLOW
+    return not candidate.slowness or candidate.partitions * candidate.micro_batches <= MAX_SLOW
 
 
 def _divisors(number: int) -> list[int]:
-    small = [one for one in range(1, int(number**0.5) + 1) if number % one == 0]
-    return sorted({*small, *(number // one for one in small)})
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

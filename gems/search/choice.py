@@ -1,4 +1,4 @@
-"""Choices: what was predicted of a configuration, and why it loses to another."""
+"""Choices: configurations with their prediction, and the reasons why they are slower than the best."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ REASONS = {
 }
 PARTS = tuple(REASONS)
 COPIES = "bubble and copies {} more"
-MIN_SHARE = 0.001  # of the first's step: what is less is not reported
+MIN_SHARE = 0.001  # of the best step; smaller differences are not reported
 MAX_REASONS = 3
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A configuration with one simulated step of it.
+    """A configuration with one simulated step.
 
-    `peak_bytes` and `host_bytes` have an entry a rank of one pipeline. Only the best are asked for
-    `split`, which gives `parts_s`, and for `noisy`, the same by the median step under
-    machine.noise. `score_s` is what choices are ranked by: the step, or the seconds to the target
-    where the epochs to it are known (`epochs`). `changes` are what else of the run the plan sets,
-    as words of a command line.
+    `peak_bytes` and `host_bytes` have one entry per rank of a pipeline. `split` computes `parts_s`,
+    and `noisy` the same choice by the median step under machine.noise; both are slow. Choices are
+    ranked by `score_s`: the step, or, if the `epochs` to the target are known, the seconds to it.
+    `changes` are further settings of the plan, as command-line words.
     """
 
     candidate: Candidate
@@ -48,7 +47,7 @@ class Choice:
 
     @cached_property
     def parts_s(self) -> Mapping[str, float]:
-        """The seconds of a step by what a rank does, means over the ranks, which add up to `step_s`."""
+        """The seconds of a step by activity, as means over the ranks; they add up to `step_s`."""
         return self.split()
 
     @property
@@ -58,34 +57,34 @@ class Choice:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The configuration as words of a command line, beside those that the plan was asked with."""
+        """The configuration as command-line words, to be added to those of the plan."""
         return *self.candidate.overrides(self.boundaries), *self.changes
 
     @property
     def images_per_s(self) -> float:
-        """Images of all replicas a second."""
+        """Images per second over all replicas."""
         return self.candidate.global_batch / self.step_s
 
     def to_json(self, first: Choice) -> dict[str, Any]:
-        """Return the choice as plain data, beside the first one."""
-        one = self.candidate
+        """Return the choice as plain data, compared with the first one."""
+        candidate = self.candidate
         return {
             "step_s": self.step_s,
             "images_per_s": self.images_per_s,
             "peak_bytes": list(self.peak_bytes),
             "host_bytes": list(self.host_bytes),
             "efficiency": self.efficiency,
-            "partitions": one.partitions,
-            "replicas": one.replicas,
-            "schedule": one.schedule,
-            "activation_cap": one.cap,
-            "parts": one.parts,
-            "chunks": one.chunks,
-            "strips": one.strips,
-            "micro_batch_size": one.micro_batch_size,
-            "micro_batches": one.micro_batches,
-            "global_batch": one.global_batch,
-            "memory": one.policy,
+            "partitions": candidate.partitions,
+            "replicas": candidate.replicas,
+            "schedule": candidate.schedule,
+            "activation_cap": candidate.cap,
+            "parts": candidate.parts,
+            "chunks": candidate.chunks,
+            "strips": candidate.strips,
+            "micro_batch_size": candidate.micro_batch_size,
+            "micro_batches": candidate.micro_batches,
+            "global_batch": candidate.global_batch,
+            "memory": candidate.policy,
             "boundaries": list(self.boundaries),
             "parts_s": dict(self.parts_s),
             "epochs": self.epochs,
@@ -96,10 +95,10 @@ class Choice:
 
 
 def reasons(first: Choice, other: Choice) -> list[str]:
-    """Report what makes a choice cost more than the first, largest cost first.
+    """List the reasons why a choice costs more than the first, largest first.
 
-    Each is given in milliseconds of a step and in percent of the first's. The parts are compared
-    for the same images, so that choices of different global batches compare too.
+    Each is in milliseconds of a step and in percent of the first one's step. Parts are scaled to
+    the same number of images, so choices with different global batches can be compared.
     """
     if other is first or first.step_s <= 0:
         return []
@@ -121,8 +120,10 @@ def reasons(first: Choice, other: Choice) -> list[str]:
         return costs
     if not is_as_fast(first, other):
         return [f"as fast to {100 * (other.score_s / first.score_s - 1):.2g} %"]
-    held = other.most_bytes
-    least = first.most_bytes
+    peak_bytes = other.most_bytes
+    first_peak_bytes = first.most_bytes
     return [
-        f"as fast, holds {100 * (held / least - 1):.2g} % more" if held > least > 0 else "as fast"
+        f"as fast, holds {100 * (peak_bytes / first_peak_bytes - 1):.2g} % more"
+        if peak_bytes > first_peak_bytes > 0
+        else "as fast"
     ]

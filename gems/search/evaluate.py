@@ -87,8 +87,8 @@ class ProfiledModel:
         )
         ranks = []
         for rank in range(num_stages if is_alone else num_ranks):
-            held = ((0, rank),) if is_alone else placement.stages_on(rank)
-            counts = sorted(Counter(stage for _, stage in held).items())
+            stages = ((0, rank),) if is_alone else placement.stages_on(rank)
+            counts = sorted(Counter(stage for _, stage in stages).items())
             shares = (count / placement.num_directions for _, count in counts)
             tables = tuple(partial(np.multiply, share, self.spans.time_s) for share in shares)
             ranks.append(RankCosts(tuple(stage for stage, _ in counts), (tables,)))
@@ -163,8 +163,8 @@ class Planner:
     @property
     def sizes(self) -> tuple[int, ...]:
         """The micro-batch sizes to profile; with a given profile, only the size of that profile."""
-        given = self.spec.profile.path is not None
-        return (self.spec.parallel.micro_batch_size,) if given else PROFILED_SIZES
+        has_profile = self.spec.profile.path is not None
+        return (self.spec.parallel.micro_batch_size,) if has_profile else PROFILED_SIZES
 
     def model(self, size: int) -> ProfiledModel:
         """Return the model at a micro-batch size.
@@ -178,7 +178,7 @@ class Planner:
             if size in self.sizes:
                 profile = self._own_profile(size)
             else:
-                points = [self.model(each).profile for each in self.sizes]
+                points = [self.model(profiled_size).profile for profiled_size in self.sizes]
                 profile = extrapolate(
                     points, self.spec.data.height_px, self.spec.data.width_px, size
                 )
@@ -208,97 +208,106 @@ class Planner:
             return tuple(best)
         judge = replace(self, models=self.models | own)
         judged = [
-            judge.evaluate(one) if one.strips == 1 and one.micro_batch_size in guessed else choice
+            judge.evaluate(candidate)
+            if candidate.strips == 1 and candidate.micro_batch_size in guessed
+            else choice
             for choice in best
-            for one in (choice.candidate,)
+            for candidate in (choice.candidate,)
         ]
         fitting = [self.with_noise(choice) for choice in judged if isinstance(choice, Choice)]
-        return tuple(sorted(fitting, key=lambda each: (each.score_s, each.most_bytes))) or tuple(
-            best
-        )
+        return tuple(sorted(fitting, key=attrgetter("score_s", "most_bytes"))) or tuple(best)
 
     def rules(self) -> Rules[Candidate, Choice]:
         """Return the rules of the search, which rank by the seconds of a step or to the target."""
         return Rules(
-            lambda one: self.score(
-                one, bounds.least_step_s(one, self.model(one.micro_batch_size).load)
+            lambda candidate: self.score(
+                candidate,
+                bounds.least_step_s(candidate, self.model(candidate.micro_batch_size).load),
             ),
-            lambda one: self.score(one, self._refined_s(one)),
-            lambda one: self.limit_bytes is not None and self.least_bytes(one) > self.limit_bytes,
+            lambda candidate: self.score(candidate, self._refined_s(candidate)),
+            lambda candidate: (
+                self.limit_bytes is not None and self.least_bytes(candidate) > self.limit_bytes
+            ),
             self.evaluate,
             self.priority,
         )
 
-    def priority(self, one: Candidate) -> int:
+    def priority(self, candidate: Candidate) -> int:
         """Return the position of a candidate in the search; lower ones are tried first.
 
         The priority rises by one for each factor of four in effort. Candidates that are probably
         too large come last. Cheap candidates soon find times that spare the search most of the
         expensive ones.
         """
-        effort = bounds.effort(one, self.model(one.micro_batch_size).load)
-        return ceil(log(max(effort, EFFORT) / EFFORT, 4)) + 100 * self.is_unlikely(one)
+        effort = bounds.effort(candidate, self.model(candidate.micro_batch_size).load)
+        return ceil(log(max(effort, EFFORT) / EFFORT, 4)) + 100 * self.is_unlikely(candidate)
 
-    def least_bytes(self, one: Candidate, held: Sequence[float] = ()) -> int:
+    def least_bytes(self, candidate: Candidate, flight_counts: Sequence[float] = ()) -> int:
         """Return a lower bound on the bytes of a candidate's fullest rank.
 
         `held` is the number of micro-batches in flight on each rank.
         """
-        return bounds.least_bytes(one, self.model(one.micro_batch_size).load, held)
+        return bounds.least_bytes(
+            candidate, self.model(candidate.micro_batch_size).load, flight_counts
+        )
 
-    def estimated_bytes(self, one: Candidate) -> float:
+    def estimated_bytes(self, candidate: Candidate) -> float:
         """Estimate the bytes of a candidate's fullest rank."""
-        return bounds.estimated_bytes(one, self.model(one.micro_batch_size).load)
+        return bounds.estimated_bytes(candidate, self.model(candidate.micro_batch_size).load)
 
     @property
     def _optimizer(self) -> Optimizer:
         return OPTIMIZERS[optimizer_name(self.spec.train, self.spec.optimizer)]
 
-    def is_unlikely(self, one: Candidate) -> bool:
+    def is_unlikely(self, candidate: Candidate) -> bool:
         """Return whether a candidate probably exceeds its devices or the host memory of a node."""
         if (
             self.limit_bytes is not None
-            and self.estimated_bytes(one) > ESTIMATE_ERROR * self.limit_bytes
+            and self.estimated_bytes(candidate) > ESTIMATE_ERROR * self.limit_bytes
         ):
             return True
-        on_host = bounds.estimated_host_bytes(one, self.model(one.micro_batch_size).load)
-        run = self.run_of(one)
+        on_host = bounds.estimated_host_bytes(
+            candidate, self.model(candidate.micro_batch_size).load
+        )
+        run = self.run_of(candidate)
         room = Room.of(run.machine, run.parallel, run.cluster.ranks_per_node)
         node_bytes = room.node_bytes([round(on_host / ESTIMATE_ERROR)])
         return room.host_bytes is not None and node_bytes > room.host_bytes
 
-    def run_of(self, one: Candidate, boundaries: tuple[int, ...] = ()) -> RunSpec:
+    def run_of(self, candidate: Candidate, boundaries: tuple[int, ...] = ()) -> RunSpec:
         """Return the resolved run of a candidate and partition, on devices of the limit."""
         spec = self.spec
         on_node = self.spec.cluster.gpus_per_node or self.spec.machine.ranks_per_node
         parallel = replace(
             spec.parallel,
-            partitions=one.partitions,
-            replicas=one.replicas,
-            micro_batches=one.micro_batches,
-            replications=one.micro_batches // one.parts,
-            parts=one.parts,
-            micro_batch_size=one.micro_batch_size,
-            boundaries=None if one.family.is_searched else list(boundaries) or None,
+            partitions=candidate.partitions,
+            replicas=candidate.replicas,
+            micro_batches=candidate.micro_batches,
+            replications=candidate.micro_batches // candidate.parts,
+            parts=candidate.parts,
+            micro_batch_size=candidate.micro_batch_size,
+            boundaries=None if candidate.family.is_searched else list(boundaries) or None,
             gpus=None,
-            strips=list(one.strips) if isinstance(one.strips, tuple) else one.strips,
+            strips=list(candidate.strips)
+            if isinstance(candidate.strips, tuple)
+            else candidate.strips,
         )
         schedule = replace(
             spec.schedule,
-            name=one.schedule,
-            chunks=one.chunks if one.chunks > 1 else spec.schedule.chunks,
-            activation_cap=one.cap,
+            name=candidate.schedule,
+            chunks=candidate.chunks if candidate.chunks > 1 else spec.schedule.chunks,
+            activation_cap=candidate.cap,
             activation_cap_bytes=None,
             path=None,
             memory_actions=[],
         )
-        if one.family.is_searched:
+        if candidate.family.is_searched:
             schedule = replace(schedule, budget_s=min(schedule.budget_s, SEARCH_BUDGET_S))
-        how = one.how or spec.memory.recompute
+        how = candidate.how or spec.memory.recompute
         memory = replace(
-            spec.memory, name=one.memory, recompute=how, offload_inputs=False
+            spec.memory, name=candidate.memory, recompute=how, offload_inputs=False
         )  # offloaded inputs are not among the candidates
-        if one.memory == "plan":
+        if candidate.memory == "plan":
             memory = replace(memory, budget_s=min(memory.budget_s, PLAN_BUDGET_S))
         name = spec.cost.name if spec.cost.from_layers else PROFILE
         cost = replace(spec.cost, name=name, activation_bytes=0)
@@ -314,37 +323,39 @@ class Planner:
             cluster=cluster,
         )
 
-    def changes(self, one: Candidate) -> tuple[str, ...]:
+    def changes(self, candidate: Candidate) -> tuple[str, ...]:
         """Return the settings that a candidate's run changes besides its overrides."""
-        run = self.run_of(one)
-        own = {word.partition("=")[0] for word in one.overrides()}
-        names = (*CHANGED, "parallel.boundaries") if one.family.is_searched else CHANGED
+        run = self.run_of(candidate)
+        own = {word.partition("=")[0] for word in candidate.overrides()}
+        names = (*CHANGED, "parallel.boundaries") if candidate.family.is_searched else CHANGED
         values = ((name, attrgetter(name)(run)) for name in names if name not in own)
         words = ((name, value) for name, value in values if value != attrgetter(name)(self.spec))
         return tuple(f"{name}={json.dumps(value)}" for name, value in words)
 
-    def evaluate(self, one: Candidate, worst_s: float = inf) -> Choice | TooLarge | TooSlow | None:
+    def evaluate(
+        self, candidate: Candidate, worst_s: float = inf
+    ) -> Choice | TooLarge | TooSlow | None:
         """Partition, schedule and simulate a candidate, unless its score must exceed `worst_s`.
 
         Return None for invalid counts, or for a memory policy if the candidate fits without one.
         """
         try:
-            if one.memory != KEEP:
-                if one.kept not in self._fits:
-                    self.evaluate(one.kept, worst_s)
-                if self._fits.get(one.kept):
+            if candidate.memory != KEEP:
+                if candidate.kept not in self._fits:
+                    self.evaluate(candidate.kept, worst_s)
+                if self._fits.get(candidate.kept):
                     return None
             else:
-                self._fits[one] = False
-                if self.limit_bytes is not None and self.least_bytes(one) > self.limit_bytes:
-                    return TooLarge(self.least_bytes(one))
-            drafts = self._not_slower(one, worst_s)
+                self._fits[candidate] = False
+                if self.limit_bytes is not None and self.least_bytes(candidate) > self.limit_bytes:
+                    return TooLarge(self.least_bytes(candidate))
+            drafts = self._not_slower(candidate, worst_s)
             if drafts is None:
-                self._fits.pop(one, None)
+                self._fits.pop(candidate, None)
                 return TooSlow()
-            choice = self._fitting(one, drafts)
-            if one.memory == KEEP:
-                self._fits[one] = isinstance(choice, Choice)
+            choice = self._fitting(candidate, drafts)
+            if candidate.memory == KEEP:
+                self._fits[candidate] = isinstance(choice, Choice)
             return choice
         except ConfigError:
             return None
@@ -354,24 +365,24 @@ class Planner:
         """Whether each candidate that keeps its activations fits; no policy is faster."""
         return {}
 
-    def _not_slower(self, one: Candidate, worst_s: float) -> Iterable[Draft] | None:
+    def _not_slower(self, candidate: Candidate, worst_s: float) -> Iterable[Draft] | None:
         """Return the drafts of a candidate, or None if all of them score above `worst_s`.
 
         The bound holds because a schedule is fastest on free links with all activations kept.
         """
-        drafts = self._drafts(one)
+        drafts = self._drafts(candidate)
         slower = []
-        if worst_s == inf or one.family.is_searched:
+        if worst_s == inf or candidate.family.is_searched:
             return drafts
         for draft in drafts:
             slower.append(draft)
-            if self.score(one, self._compute_s(one, draft)) * (1 - ROUNDING) <= worst_s:
+            if self.score(candidate, self._compute_s(candidate, draft)) * (1 - ROUNDING) <= worst_s:
                 return chain(slower, drafts)
         return None
 
-    def _compute_s(self, one: Candidate, draft: Draft) -> float:
+    def _compute_s(self, candidate: Candidate, draft: Draft) -> float:
         """Return the seconds of a step without messages, which no memory policy changes."""
-        key = one.kept, tuple(draft.spec.parallel.boundaries or ())
+        key = candidate.kept, tuple(draft.spec.parallel.boundaries or ())
         if key not in self._computed_s:
             stages = draft.costs.stages(draft.compute.placement)
             self._computed_s[key] = simulate(draft.compute, stages).span
@@ -381,94 +392,94 @@ class Planner:
     def _computed_s(self) -> dict[tuple[Candidate, tuple[int, ...]], float]:
         return {}
 
-    def _fitting(self, one: Candidate, drafts: Iterable[Draft]) -> Choice | TooLarge:
-        """Return the candidate as it runs, with the first of its partitions that fits."""
+    def _fitting(self, candidate: Candidate, drafts: Iterable[Draft]) -> Choice | TooLarge:
+        """Return the choice for the first draft that fits."""
         least = sys.maxsize
         for draft in drafts:
             try:
-                if one.memory == KEEP and self.limit_bytes is not None:
-                    self._check_peak(one, draft, self.limit_bytes)
+                if candidate.memory == KEEP and self.limit_bytes is not None:
+                    self._check_peak(candidate, draft, self.limit_bytes)
                 plan = finish(draft)
-                is_cut = one.memory == KEEP and not one.family.is_searched
-                if is_cut and plan.boundaries != self._by_time(one)[0]:
-                    plan = self._faster(one, draft) or plan
-                return self.choice(one, plan)
+                is_cut = candidate.memory == KEEP and not candidate.family.is_searched
+                if is_cut and plan.boundaries != self._by_time(candidate)[0]:
+                    plan = self._faster(candidate, draft) or plan
+                return self.choice(candidate, plan)
             except DoesNotFitError as error:
                 if error.key != HOST:
                     least = min(least, error.needed_bytes)
         return TooLarge(least)
 
-    def _check_peak(self, one: Candidate, draft: Draft, limit: int) -> None:
+    def _check_peak(self, candidate: Candidate, draft: Draft, limit: int) -> None:
         """Check the bytes of a candidate that keeps its activations, before its step is simulated.
 
         Raises:
             DoesNotFitError: a rank would hold more than the limit.
         """
-        peak = self.least_bytes(one, bounds.held_at_once(draft.compute))
+        peak = self.least_bytes(candidate, bounds.held_at_once(draft.compute))
         if peak <= limit:
-            model = MemoryModel(self.model(one.micro_batch_size).spans, self._optimizer)
-            boundaries = draft.spec.parallel.boundaries or draft.found["boundaries"]
+            model = MemoryModel(self.model(candidate.micro_batch_size).spans, self._optimizer)
+            boundaries = draft.spec.parallel.boundaries or draft.search_result["boundaries"]
             peak = max(model.peak_bytes(lower(draft.compute), boundaries))
         if peak > limit:
-            raise DoesNotFitError(str(one), peak, limit, "")
+            raise DoesNotFitError(str(candidate), peak, limit, "")
 
-    def _faster(self, one: Candidate, draft: Draft) -> Plan | None:
+    def _faster(self, candidate: Candidate, draft: Draft) -> Plan | None:
         """Return the plan with the exact partition within the bytes, if that fits."""
-        boundaries = self.model(one.micro_batch_size).within(
+        boundaries = self.model(candidate.micro_batch_size).within(
             lower(draft.compute), draft.partitioner.optimizer, self.limit_bytes or sys.maxsize
         )
         if boundaries is None:
             return None
-        other = self._draft(one, boundaries)
+        other = self._draft(candidate, boundaries)
         with suppress(DoesNotFitError):
-            self._check_peak(one, other, self.limit_bytes or sys.maxsize)
+            self._check_peak(candidate, other, self.limit_bytes or sys.maxsize)
             return finish(other) if _keeps_cap(other) else None
         return None
 
-    def _drafts(self, one: Candidate) -> Iterator[Draft]:
+    def _drafts(self, candidate: Candidate) -> Iterator[Draft]:
         """Yield the candidate with its fastest partition, then with its smallest one if needed."""
-        if one.family.is_searched:
-            yield self._draft(one)
+        if candidate.family.is_searched:
+            yield self._draft(candidate)
             return
-        fastest = self._by_time(one)[0]
-        draft = self._draft(one, fastest)
+        fastest = self._by_time(candidate)[0]
+        draft = self._draft(candidate, fastest)
         if _keeps_cap(draft):
             yield draft
-        elif self.limit_bytes is None or one.num_stages == 1:
+        elif self.limit_bytes is None or candidate.num_stages == 1:
             raise ConfigError(
-                "schedule.activation_cap", one.cap, f"is less than {one.schedule} holds"
+                "schedule.activation_cap", candidate.cap, f"is less than {candidate.schedule} holds"
             )
-        if self.limit_bytes is None or one.num_stages == 1:
+        if self.limit_bytes is None or candidate.num_stages == 1:
             return
         # recomputed activations exist for one micro-batch at a time
-        counts = stashes(draft.compute) if one.memory == KEEP else (1,) * one.num_stages
-        boundaries = self.model(one.micro_batch_size).by_bytes(counts)
-        other = self._draft(one, boundaries)
+        counts = stashes(draft.compute) if candidate.memory == KEEP else (1,) * candidate.num_stages
+        boundaries = self.model(candidate.micro_batch_size).by_bytes(counts)
+        other = self._draft(candidate, boundaries)
         if boundaries != fastest and _keeps_cap(other):
             yield other
 
-    def _draft(self, one: Candidate, boundaries: tuple[int, ...] = ()) -> Draft:
-        profile = self.model(one.micro_batch_size).profile
-        return Draft(self.run_of(one, boundaries), known=profile)
+    def _draft(self, candidate: Candidate, boundaries: tuple[int, ...] = ()) -> Draft:
+        profile = self.model(candidate.micro_batch_size).profile
+        return Draft(self.run_of(candidate, boundaries), known=profile)
 
-    def choice(self, one: Candidate, plan: Plan, step: Simulation | None = None) -> Choice:
-        """Return a candidate with its plan; its step is the quiet one unless another is given."""
-        found = plan.memory
-        step = step or found.simulation
+    def choice(self, candidate: Candidate, plan: Plan, step: Simulation | None = None) -> Choice:
+        """Return the choice for a candidate and its plan, by default with the step without noise."""
+        outcome = plan.memory
+        step = step or outcome.simulation
         return Choice(
-            one,
+            candidate,
             plan.boundaries,
             step.span,
-            self.score(one, step.span),
+            self.score(candidate, step.span),
             step.efficiency,
-            found.peak_bytes,
-            found.host_bytes,
-            partial(parts_s, found, step),
+            outcome.peak_bytes,
+            outcome.host_bytes,
+            partial(parts_s, outcome, step),
             lambda: self.choice(
-                one, plan, with_jitter(found, self.spec.machine.noise, self.spec.seed)[0]
+                candidate, plan, with_jitter(outcome, self.spec.machine.noise, self.spec.seed)[0]
             ),
-            None if self.epochs is None else self.epochs(one.global_batch),
-            self.changes(one),
+            None if self.epochs is None else self.epochs(candidate.global_batch),
+            self.changes(candidate),
         )
 
     def with_noise(self, choice: Choice) -> Choice:
@@ -482,19 +493,24 @@ class Planner:
             else choice
         )
 
-    def score(self, one: Candidate, step_s: float) -> float:
+    def score(self, candidate: Candidate, step_s: float) -> float:
         """Return the seconds of a step, or of all steps to the target, which rank a candidate."""
         if self.epochs is None:
             return step_s
         return (
-            step_s * self.epochs(one.global_batch) * self.spec.data.train_samples / one.global_batch
+            step_s
+            * self.epochs(candidate.global_batch)
+            * self.spec.data.train_samples
+            / candidate.global_batch
         )
 
-    def _refined_s(self, one: Candidate) -> float:
-        bottleneck_s = 0.0 if one.family.is_searched else self._by_time(one)[1]
-        return bounds.least_step_s(one, self.model(one.micro_batch_size).load, bottleneck_s)
+    def _refined_s(self, candidate: Candidate) -> float:
+        bottleneck_s = 0.0 if candidate.family.is_searched else self._by_time(candidate)[1]
+        return bounds.least_step_s(
+            candidate, self.model(candidate.micro_batch_size).load, bottleneck_s
+        )
 
-    def _by_time(self, one: Candidate) -> tuple[tuple[int, ...], float]:
+    def _by_time(self, candidate: Candidate) -> tuple[tuple[int, ...], float]:
         """Return the fastest partition at the smallest size, and its bottleneck in seconds.
 
         The times of layers grow nearly alike with the micro-batch size, so the partition serves all
@@ -502,11 +518,15 @@ class Planner:
         from below.
         """
         smallest = self.model(self.sizes[0])
-        boundaries, bottleneck_s = smallest.by_time(one.family.place(one.partitions, one.chunks))
-        if one.micro_batch_size == self.sizes[0]:
+        boundaries, bottleneck_s = smallest.by_time(
+            candidate.family.place(candidate.partitions, candidate.chunks)
+        )
+        if candidate.micro_batch_size == self.sizes[0]:
             return boundaries, bottleneck_s
         pairs = zip(
-            self.model(one.micro_batch_size).profile.layers, smallest.profile.layers, strict=True
+            self.model(candidate.micro_batch_size).profile.layers,
+            smallest.profile.layers,
+            strict=True,
         )
         grows = min(
             (layer.time_s / base.time_s for layer, base in pairs if base.time_s), default=0.0

@@ -1,7 +1,4 @@
-"""The fastest configurations of a run on so many GPUs.
-
-Every candidate of its batches, searched within a budget.
-"""
+"""The fastest configurations of a run on a number of GPUs, searched within a time budget."""
 
 from __future__ import annotations
 
@@ -20,8 +17,8 @@ from gems.search.infeasibility import leanest, leanest_or_refuse
 
 NUM_BEST = 10
 BUDGET_S = 10.0
-# Of the budget, while nothing fits: when the search gives way to one for anything that fits, and
-# that one to what would make it fit.
+# while nothing fits, the shares of the budget after which the search gives way to one for anything
+# that fits, and that one to a search for changes that would make it fit
 SEARCH_SHARE = 0.5
 LEAN_SHARE = 0.75
 
@@ -34,30 +31,36 @@ def fastest(
     also: Callable[[Planner, Sequence[Choice], Sequence[Candidate]], list[Choice]] | None = None,
     accepts: Callable[[Candidate], bool] | None = None,
 ) -> tuple[dict[str, Any], SearchResult[Choice]]:
-    """Search parallel.gpus GPUs (by default those of the run), and return the answer as plain data and as found.
+    """Search configurations on parallel.gpus GPUs (by default, the GPUs of the run).
 
-    `also` gives other choices that fit, from the best and all candidates; only candidates that
-    `accepts` takes are searched.
+    Return the answer as plain data, and the search result. `also` returns additional choices, given
+    the best and all candidates; only candidates that `accepts` approves are searched.
 
     Raises:
-        ConfigError: a batch that does not divide, or a profile that cannot be had.
-        DoesNotFitError: no configuration fits; the line says what would.
+        ConfigError: a batch cannot be divided, or a profile is not available.
+        DoesNotFitError: no configuration fits; the message says what would.
     """
     begin = time.perf_counter()
     spec = planner.spec
     num_layers = planner.model(planner.sizes[0]).profile.num_layers
     num_gpus = spec.parallel.gpus or spec.world_size
-    asked = [one for batch in batches for one in _candidates(planner, num_gpus, batch, num_layers)]
-    asked = [one for one in asked if accepts is None or accepts(one)]
+    configurations = [
+        candidate
+        for batch in batches
+        for candidate in _candidates(planner, num_gpus, batch, num_layers)
+    ]
+    configurations = [
+        candidate for candidate in configurations if accepts is None or accepts(candidate)
+    ]
     for size in planner.sizes[1:]:
-        if any(one.micro_batch_size >= size for one in asked):
+        if any(candidate.micro_batch_size >= size for candidate in configurations):
             planner.model(size)
     search_begin = time.perf_counter()
     end = search_begin + budget_s
-    result = _search(planner, asked, num_best, end)
+    result = _search(planner, configurations, num_best, end)
     best = [planner.with_noise(choice) for choice in result.best]
-    more = [] if also is None else also(planner, best, asked)
-    best = sorted((*best, *more), key=lambda each: (each.score_s, each.most_bytes))[:num_best]
+    more = [] if also is None else also(planner, best, configurations)
+    best = sorted((*best, *more), key=lambda choice: (choice.score_s, choice.most_bytes))[:num_best]
     search_s = time.perf_counter() - search_begin
     result = replace(
         result,
@@ -66,7 +69,7 @@ def fastest(
         num_candidates=result.num_candidates + len(more),
     )
     if not result.best:
-        lean = leanest_or_refuse(planner, asked, result, num_gpus, end)
+        lean = leanest_or_refuse(planner, configurations, result, num_gpus, end)
         result = replace(
             result, best=(planner.with_noise(lean),), num_simulated=result.num_simulated + 1
         )
@@ -99,18 +102,18 @@ def _answer(result: SearchResult[Choice], profile_s: float, search_s: float) -> 
 
 
 def _search(
-    planner: Planner, asked: list[Candidate], num_best: int, end: float
+    planner: Planner, configurations: list[Candidate], num_best: int, end: float
 ) -> SearchResult[Choice]:
-    """Search until `end`; while nothing fits, a part of the time is left to find anything that does, or what would."""
+    """Search until `end`; if nothing fits by then, spend the rest of the time on the leanest."""
     rules = planner.rules()
     begin = time.perf_counter()
     last = begin + (end - begin) * SEARCH_SHARE
     fitting: list[bool] = []
     tried: set[Candidate] = set()
 
-    def evaluate(one: Candidate, worst_s: float) -> Choice | TooLarge | TooSlow | None:
-        tried.add(one)
-        result = planner.evaluate(one, worst_s)
+    def evaluate(candidate: Candidate, worst_s: float) -> Choice | TooLarge | TooSlow | None:
+        tried.add(candidate)
+        result = planner.evaluate(candidate, worst_s)
         if isinstance(result, Choice):
             fitting.append(True)
         return result
@@ -118,10 +121,10 @@ def _search(
     def is_over() -> bool:
         return time.perf_counter() > (end if fitting else last)
 
-    result = search(asked, replace(rules, evaluate=evaluate), num_best, is_over)
+    result = search(configurations, replace(rules, evaluate=evaluate), num_best, is_over)
     if result.best or planner.limit_bytes is None or not result.num_left:
         return result
-    rest = [one for one in asked if one not in tried]
+    rest = [candidate for candidate in configurations if candidate not in tried]
     lean = leanest(planner, rest, planner.limit_bytes, begin + (end - begin) * LEAN_SHARE)
     if lean is None:
         return result
@@ -132,10 +135,14 @@ def _search(
 
 def _candidates(planner: Planner, num_gpus: int, batch: int, num_layers: int) -> list[Candidate]:
     spec = planner.spec
-    asked = candidates(num_gpus, batch, num_layers, has_policies=spec.machine.is_real)
+    configurations = candidates(num_gpus, batch, num_layers, has_policies=spec.machine.is_real)
     if spec.profile.path is not None:
-        asked = [one for one in asked if one.micro_batch_size == spec.parallel.micro_batch_size]
-    if not asked:
+        configurations = [
+            candidate
+            for candidate in configurations
+            if candidate.micro_batch_size == spec.parallel.micro_batch_size
+        ]
+    if not configurations:
         raise ConfigError(
             "--global-batch",
             batch,
@@ -143,7 +150,7 @@ def _candidates(planner: Planner, num_gpus: int, batch: int, num_layers: int) ->
             f"into whole micro-batches and at most {num_layers} stages",
             "use a multiple of the GPUs",
         )
-    run = planner.run_of(asked[0])
+    run = planner.run_of(configurations[0])
     if run.machine.is_real:
         check_batch(run.data, run.parallel.global_batch)
-    return asked
+    return configurations

@@ -1,9 +1,7 @@
-"""Strips and blocks for the pipelines of a plan.
+"""Strips and blocks for the best pipelines of a search, with the same ranks and micro-batches.
 
-The same ranks and micro-batches, each image in strips of rows or in blocks.
-What ranks hold of strips is found on fake tensors, which takes seconds for each cut. So strips are
-tried for the few pipelines that the search found best, or where nothing fits for those with the
-most partitions.
+Each cut is profiled in strips on fake tensors, which takes seconds. So strips are tried only for
+the few best pipelines, or, if nothing fits, for those with the most partitions.
 """
 
 from __future__ import annotations
@@ -13,10 +11,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 from gems.plan.evaluate import evaluate
-from gems.plan.strips_choice import KEY, divisions
+from gems.plan.strips_choice import KEY, blocks
 from gems.search.candidate import Candidate
 from gems.search.choice import Choice
 from gems.search.evaluate import Planner
@@ -28,63 +25,79 @@ BUDGET_S = 120.0
 
 
 def in_strips(
-    planner: Planner, best: Sequence[Choice], asked: Sequence[Candidate], budget_s: float = BUDGET_S
+    planner: Planner,
+    best: Sequence[Choice],
+    configurations: Sequence[Candidate],
+    budget_s: float = BUDGET_S,
 ) -> list[Choice]:
-    """Return configurations in strips that fit, of those judged in `budget_s`.
+    """Return the configurations in strips that fit, as far as they can be judged in `budget_s`.
 
-    None if the model has no strips.
-    Strips are kept; where that does not fit, they are run again.
+    Activations are kept, or, if they do not fit, recomputed strip by strip. The list is empty if
+    the model does not support strips.
 
     Raises:
-        ConfigError: a profile that cannot be had.
+        ConfigError: a profile is not available.
     """
-    found: list[Choice] = []
-    if planner.spec.model.norm == "ghost_batch":  # with other strips it is another model
-        return found
+    choices: list[Choice] = []
+    spec = planner.spec
+    if spec.model.norm == "ghost_batch":  # with other strips it is another model
+        return choices
+    height_px = spec.data.height_px
+    numbers = sorted({height_px // rows for rows in ROWS if height_px // rows > 1})
+    powers = sorted({2 ** round(math.log2(number)) for number in numbers})
+    has_blocks = spec.machine.is_real or spec.cost.from_layers
+    grids = [
+        tuple(grid)
+        for power in powers
+        if has_blocks
+        for grid in blocks(power, spec.data, spec.model)
+    ]
     end = time.perf_counter() + budget_s
-    for one in _candidates(best, asked, planner.spec):
+    for candidate in _candidates(best, configurations, (*numbers, *grids)):
         if time.perf_counter() > end:
             break
-        for tried in (one, replace(one, memory="recompute", how="strip")):
+        for tried in (candidate, replace(candidate, memory="recompute", how="strip")):
             try:
                 plan = evaluate(planner.run_of(tried))
-                found.append(planner.with_noise(planner.choice(tried, plan)))
+                choices.append(planner.with_noise(planner.choice(tried, plan)))
                 break
             except DoesNotFitError:
                 continue
             except ConfigError as error:
                 if error.key == KEY:
-                    return found
+                    return choices
                 break  # counts that the schedule does not serve
-    return found
+    return choices
 
 
 def _candidates(
-    best: Sequence[Choice], asked: Sequence[Candidate], spec: RunSpec
+    best: Sequence[Choice],
+    configurations: Sequence[Candidate],
+    divisions: Sequence[int | tuple[int, ...]],
 ) -> Iterator[Candidate]:
-    """Yield shapes of pipelines with each schedule, in strips and in about as many blocks."""
+    """Yield the most promising shapes of pipelines with each schedule and division."""
     shapes: dict[tuple[int, int, int, int], Candidate] = {}
     ordered = [choice.candidate for choice in best] or sorted(
-        asked, key=lambda one: (-one.partitions, one.micro_batch_size)
+        configurations, key=lambda candidate: (-candidate.partitions, candidate.micro_batch_size)
     )
-    for one in ordered:
+    for candidate in ordered:
         shapes.setdefault(
-            (one.partitions, one.replicas, one.micro_batch_size, one.micro_batches), one
+            (
+                candidate.partitions,
+                candidate.replicas,
+                candidate.micro_batch_size,
+                candidate.micro_batches,
+            ),
+            candidate,
         )
-    height_px = spec.data.height_px
-    numbers = sorted({height_px // rows for rows in ROWS if height_px // rows > 1})
-    powers = sorted({2 ** round(math.log2(number)) for number in numbers})
-    tried: list[int | tuple[int, ...]] = [*numbers]
-    divided = [division for power in powers for division in divisions(spec, power)]
-    tried += [tuple(each) for each in divided if isinstance(each, list)]
-    for one in list(shapes.values())[:NUM_SHAPES]:
-        for schedule in SCHEDULES if one.partitions > 1 else SCHEDULES[:1]:
-            for strips in tried:
+    for candidate in list(shapes.values())[:NUM_SHAPES]:
+        for schedule in SCHEDULES if candidate.partitions > 1 else SCHEDULES[:1]:
+            for strips in divisions:
                 yield Candidate(
-                    one.partitions,
-                    one.replicas,
+                    candidate.partitions,
+                    candidate.replicas,
                     schedule,
-                    one.micro_batch_size,
-                    one.micro_batches,
+                    candidate.micro_batch_size,
+                    candidate.micro_batches,
                     strips=strips,
                 )

@@ -41,8 +41,8 @@ def generate(costs: RunCosts, seed: int) -> Schedule:
     name = costs.schedule.name
     if name == FROM_FILE:
         return _read(costs.schedule.path, costs.parallel)
-    made = FAMILIES[name].build(schedule_request(costs, seed))
-    return with_strips(made, costs.parallel.num_strips)
+    schedule = FAMILIES[name].build(schedule_request(costs, seed))
+    return with_strips(schedule, costs.parallel.num_strips)
 
 
 def search_schedule(
@@ -100,10 +100,10 @@ def kept_within(costs: RunCosts, lowered: Schedule, case: MemoryCase | None = No
     Its receives are posted in time for the links. If their buffers do not fit the device, they are
     posted with the fewest buffers.
     """
-    kept = costs.kept(lowered, case)
+    outcome = costs.kept(lowered, case)
     limit = costs.machine.device_bytes
-    if case is None or limit is None or max(kept.peak_bytes) <= limit:
-        return kept
+    if case is None or limit is None or max(outcome.peak_bytes) <= limit:
+        return outcome
     return costs.kept(validate(lower(compute_only(lowered))), case)
 
 
@@ -168,7 +168,7 @@ def _read(schedule_path: str | None, parallel: ParallelConfig) -> Schedule:
         ("strips", schedule.num_strips),
         ("micro_batches", schedule.num_whole),
     ):
-        asked = getattr(parallel, key)
-        if asked != needed:
-            raise ConfigError(f"parallel.{key}", asked, f"must be {needed}, as in {path}")
+        configured = getattr(parallel, key)
+        if configured != needed:
+            raise ConfigError(f"parallel.{key}", configured, f"must be {needed}, as in {path}")
     return compute_only(validate(schedule))

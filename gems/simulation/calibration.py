@@ -269,27 +269,31 @@ def calibration_of(probe: Mapping[str, Any]) -> Calibration:
     )
     ranks_per_node = probe.get("ranks_per_node") if "node" in links else None
     out, back = (copies.get(name) for name in COPIES)
-    found = Calibration(
+    calibration = Calibration(
         links, noise, d2h_bytes_per_s=out, h2d_bytes_per_s=back, ranks_per_node=ranks_per_node
     )
     sums: Mapping[str, Any] = probe.get("sums") or {}
     if not sums:
-        return found
+        return calibration
     group = range(int(sums["ranks"]))
     errors = [
-        abs(all_reduce(found.network, group, float(size)).time / time_s - 1)
+        abs(all_reduce(calibration.network, group, float(size)).time / time_s - 1)
         for size, time_s in zip(sums["bytes"], sums["s"], strict=True)
     ]
-    return replace(found, all_reduce_error=float(np.median(errors)))
+    return replace(calibration, all_reduce_error=float(np.median(errors)))
 
 
-def merged(found: Calibration, noises: Sequence[float], pace: RunPace | None = None) -> Calibration:
+def merged(
+    calibration: Calibration, noises: Sequence[float], pace: RunPace | None = None
+) -> Calibration:
     """Return the calibration with the given pace and with the median noise of runs, if given."""
-    return replace(found, noise=float(np.median(noises)) if noises else found.noise, pace=pace)
+    return replace(
+        calibration, noise=float(np.median(noises)) if noises else calibration.noise, pace=pace
+    )
 
 
 def machine_yaml(
-    found: Calibration,
+    calibration: Calibration,
     name: str,
     kind: str,
     device: str,
@@ -309,23 +313,23 @@ def machine_yaml(
     notes += [
         f"{level}: {fit.latency_s:.3g} s and {fit.bytes_per_s:.3g} bytes/s, median error of the fit"
         f" {fit.error:.1%}"
-        for level, fit in found.links.items()
+        for level, fit in calibration.links.items()
     ]
-    if found.all_reduce_error is not None:
+    if calibration.all_reduce_error is not None:
         notes.append(
-            f"all-reduces that these links predict are off by {found.all_reduce_error:.0%} (median)"
+            f"all-reduces that these links predict are off by {calibration.all_reduce_error:.0%} (median)"
         )
-    if found.pace is not None:
+    if calibration.pace is not None:
         notes.append("pace: how much longer layers take in a run of two ranks than alone")
-    if found.noise > MAX_NOISE:
+    if calibration.noise > MAX_NOISE:
         notes.append(
-            f"compute varied by {found.noise:.0%}, of which {MAX_NOISE:.0%} is kept: calibrate on a"
+            f"compute varied by {calibration.noise:.0%}, of which {MAX_NOISE:.0%} is kept: calibrate on a"
             " quiet machine"
         )
     lines = [f"# {note}" for note in notes]
     lines += [] if base is None else ["defaults:", f"  - {base}", "  - _self_"]
     lines += [f"name: {name}", f"kind: {kind}", f"device: {device}"]
-    values = found.machine() | {"noise": min(found.noise, MAX_NOISE)}
+    values = calibration.machine() | {"noise": min(calibration.noise, MAX_NOISE)}
     lines += [
         f"{key}: {value:.6g}" if isinstance(value, float) else f"{key}: {value}"
         for key, value in values.items()

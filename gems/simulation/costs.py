@@ -17,7 +17,7 @@ from gems.config.schema import (
 from gems.errors import ConfigError
 from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.plan import MemoryPlan
-from gems.partition.links import links_of
+from gems.partition.links import machine_links
 from gems.schedule.costs import DepthCosts, Network, StageCosts
 from gems.schedule.placement import Placement
 from gems.schedule.replicas import with_all_reduce
@@ -79,7 +79,7 @@ class RunCosts:
     @cached_property
     def network(self) -> Network:
         """The machine's links, with the share of `cost.link` that each strip's message takes."""
-        links = links_of(self.machine)
+        links = machine_links(self.machine)
         link_s = self.cost.link * self.cost.unit_s / self.parallel.num_strips
         return replace(
             links, latency=links.latency + link_s, node_latency=links.node_latency + link_s

@@ -61,7 +61,7 @@ def slowdowns(num_ranks: int, noise: float, num: int, rng: np.random.Generator) 
     return factors
 
 
-def arrivals_of(outcome: PlanOutcome, noise: float, rng: np.random.Generator) -> Arrivals:
+def simulate_arrivals(outcome: PlanOutcome, noise: float, rng: np.random.Generator) -> Arrivals:
     """Simulate one replica under noise, often enough to know when its reductions can begin.
 
     Reductions take no time here, so the result is the same for any number of replicas.
@@ -113,7 +113,7 @@ def noisy_steps(
     schedule = outcome.schedule
     num_others = len(outcome.paces) - 1
     rng = np.random.default_rng(seed)
-    arrivals = arrivals_of(outcome, noise, rng) if num_others else None
+    arrivals = simulate_arrivals(outcome, noise, rng) if num_others else None
     steps = []
     for factors in slowdowns(schedule.num_ranks, noise, num_steps, rng):
         late = {} if arrivals is None else arrivals.last(num_others, rng)
@@ -122,12 +122,12 @@ def noisy_steps(
     return steps
 
 
-def median_of(steps: list[Simulation]) -> Simulation:
+def median_step(steps: list[Simulation]) -> Simulation:
     """Return the drawn step of median time."""
     return sorted(steps, key=lambda step: step.span)[len(steps) // 2]
 
 
-def interval_of(steps: list[Simulation]) -> tuple[float, float]:
+def span_interval(steps: list[Simulation]) -> tuple[float, float]:
     """Return the central interval of time that contains 95 % of the drawn steps."""
     low, high = np.quantile([step.span for step in steps], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)

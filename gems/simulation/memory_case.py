@@ -11,7 +11,7 @@ from gems.memory.case import MemoryCase, PlanOutcome
 from gems.memory.plan import MemoryPlan
 from gems.memory.registry import plan_of
 from gems.memory.strips import stages_as_layers
-from gems.partition.links import links_of
+from gems.partition.links import machine_links
 from gems.partition.methods import optimizer_name
 from gems.profile import ModelProfile
 from gems.profile.store import strips_of
@@ -60,7 +60,7 @@ class Policy:
             self.config.limit_bytes or machine.device_bytes,
             machine.d2h_bytes_per_s,
             machine.h2d_bytes_per_s,
-            links_of(machine),
+            machine_links(machine),
             self.config.min_offload_bytes,
             self.paces,
             strips,
@@ -90,10 +90,10 @@ class Policy:
                 case.strips,
             )
         )
-        kept = cached(
+        plan = cached(
             self.subject.cache_dir, "memory", key, lambda: self.make(self.config, case).to_json()
         )
-        return MemoryPlan.from_json(kept)
+        return MemoryPlan.from_json(plan)
 
     def outcome(self, case: MemoryCase, plan: MemoryPlan) -> PlanOutcome:
         """Return the outcome of a plan for a step as it runs.

@@ -123,13 +123,15 @@ class ModelCosts:
 
     def with_cut(self, placement: Placement, boundaries: Boundaries) -> ModelCosts:
         """Return these costs with another cut for a placement."""
-        made = ModelCosts(
+        costs_with_cut = ModelCosts(
             self._partitioner, self._least_bytes, self._given | {placement: boundaries}
         )
-        made.unit_bytes = self.unit_bytes  # that of the model, whatever its cuts
-        made._cuts = self._cuts | made._cuts
-        made._made = {known: costs for known, costs in self._made.items() if known != placement}
-        return made
+        costs_with_cut.unit_bytes = self.unit_bytes  # that of the model, whatever its cuts
+        costs_with_cut._cuts = self._cuts | costs_with_cut._cuts
+        costs_with_cut._made = {
+            known: costs for known, costs in self._made.items() if known != placement
+        }
+        return costs_with_cut
 
     @property
     def _rates(self) -> tuple[float, float]:
@@ -142,9 +144,17 @@ class ModelCosts:
 
 def _one_micro_batch(placement: Placement) -> Schedule:
     """Return the schedule of one micro-batch in each direction, for which a placement is cut."""
-    rows = []
+    rank_schedules = []
     for rank in range(placement.num_ranks):
-        held = placement.stages_on(rank)
-        row = [Action(Kind.F, stage, way, way) for way, stage in held]
-        rows.append((*row, *(Action(Kind.B, stage, way, way) for way, stage in reversed(held))))
-    return Schedule("one micro-batch", placement.num_directions, placement, tuple(rows))
+        stages = placement.stages_on(rank)
+        forwards = [Action(Kind.F, stage, direction, direction) for direction, stage in stages]
+        rank_schedules.append(
+            (
+                *forwards,
+                *(
+                    Action(Kind.B, stage, direction, direction)
+                    for direction, stage in reversed(stages)
+                ),
+            )
+        )
+    return Schedule("one micro-batch", placement.num_directions, placement, tuple(rank_schedules))

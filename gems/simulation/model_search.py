@@ -41,8 +41,8 @@ NEAR = 1.1  # times the fastest, up to which a placement is cut again once all h
 
 def search_with_cut(request: Request, model: ModelCosts) -> tuple[FoundSchedule, Boundaries]:
     """Return the fastest schedule found and the cut of the model that it runs with."""
-    *_, (found, model) = _climbed(request, model)
-    return found, model.cut(found.schedule.placement)
+    *_, (answer, model) = _climbed(request, model)
+    return answer, model.cut(answer.schedule.placement)
 
 
 def search_within_bytes(
@@ -59,24 +59,26 @@ def search_within_bytes(
     """
     cap = request.cap or 0.0
     bounds = None
-    held = 0
+    held_bytes = 0
     for _ in range(MAX_LOWERED):
         try:
-            found, boundaries = search_with_cut(replace(request, cap=cap), model)
+            answer, boundaries = search_with_cut(replace(request, cap=cap), model)
         except ConfigError:
-            if not held:
+            if not held_bytes:
                 raise
             break
-        bounds = bounds or found
-        case = policy.case(found.schedule, boundaries, model.profile)
-        plan = _plan_of(case)
-        held = max(rank.peak_activation_bytes for rank in case.timelines(plan, case.lowered(plan)))
-        if held <= cap_bytes:
+        bounds = bounds or answer
+        case = policy.case(answer.schedule, boundaries, model.profile)
+        plan = _own_plan(case)
+        held_bytes = max(
+            rank.peak_activation_bytes for rank in case.timelines(plan, case.lowered(plan))
+        )
+        if held_bytes <= cap_bytes:
             return (
-                replace(found, bound=bounds.bound, bound_any_strips=bounds.bound_any_strips),
+                replace(answer, bound=bounds.bound, bound_any_strips=bounds.bound_any_strips),
                 boundaries,
             )
-        lower = max(cap * cap_bytes / held * (1 - MARGIN), least_cap(request))
+        lower = max(cap * cap_bytes / held_bytes * (1 - MARGIN), least_cap(request))
         if lower >= cap:
             break
         cap = lower
@@ -91,12 +93,12 @@ def search_within_bytes(
     raise ConfigError(
         "schedule.activation_cap_bytes",
         cap_bytes,
-        f"leaves no schedule {what} {held}",
+        f"leaves no schedule {what} {held_bytes}",
         f"raise it, or {advice}",
     )
 
 
-def _plan_of(case: MemoryCase) -> MemoryPlan:
+def _own_plan(case: MemoryCase) -> MemoryPlan:
     """Return the plan of a schedule that was found: what its own memory actions do, or to keep all."""
     plan = MemoryPlan.keeping(case.boundaries)
     if case.schedule.has_memory_actions:
@@ -117,10 +119,10 @@ def search_under_policy(
     makes none fit, the schedule that needs the least memory is returned.
     """
     tried: list[tuple[FoundSchedule, ModelCosts]] = []
-    for one, made in _climbed(request, model):
+    for answer, costs in _climbed(request, model):
         tried += [
-            (replace(one, schedule=each), made)
-            for each in (one.schedule, with_whole_backward(one.schedule))
+            (replace(answer, schedule=schedule), costs)
+            for schedule in (answer.schedule, with_whole_backward(answer.schedule))
         ]
     last, _ = tried[-1]
     for rival in published_schedules(request):
@@ -131,7 +133,7 @@ def search_under_policy(
                 by_name,
             )
         )
-    kept_s = [_span(one.schedule, request, made) * made.unit_s for one, made in tried]
+    kept_s = [_span(answer.schedule, request, costs) * costs.unit_s for answer, costs in tried]
     config = policy.config
     short = replace(policy, config=replace(config, budget_s=PLAN_SHARE * config.budget_s))
     fastest_s = math.inf
@@ -139,15 +141,15 @@ def search_under_policy(
     least = math.inf
     seen = set()
     for number in sorted(range(len(tried)), key=kept_s.__getitem__):
-        found, made = tried[number]
-        key = found.schedule.rank_schedules, made.cut(found.schedule.placement)
+        answer, costs = tried[number]
+        key = answer.schedule.rank_schedules, costs.cut(answer.schedule.placement)
         if key in seen:
             continue
         seen.add(key)
         if kept_s[number] >= fastest_s:
             break
         try:
-            case = short.case(found.schedule, key[1], made.profile)
+            case = short.case(answer.schedule, key[1], costs.profile)
             step_s = short.outcome(case, short.plan(case)).step_s
         except DoesNotFitError as error:
             if fastest_s == math.inf and error.needed_bytes < least:
@@ -157,8 +159,8 @@ def search_under_policy(
         if step_s < fastest_s:
             fastest_s = step_s
             best = tried[number]
-    found, made = best
-    return found, made.cut(found.schedule.placement)
+    answer, costs = best
+    return answer, costs.cut(answer.schedule.placement)
 
 
 def _climbed(request: Request, model: ModelCosts) -> Iterator[tuple[FoundSchedule, ModelCosts]]:
@@ -181,15 +183,15 @@ def _climbed(request: Request, model: ModelCosts) -> Iterator[tuple[FoundSchedul
         return
     rivals: list[Schedule] = []
     for cap in (*lower, request.cap):
-        asked = replace(request, cap=cap, costs=model, budget_s=request.budget_s * SHARE)
-        if cap in lower and least_cap(asked) > cap:
+        capped = replace(request, cap=cap, costs=model, budget_s=request.budget_s * SHARE)
+        if cap in lower and least_cap(capped) > cap:
             continue
-        rivals = _fastest_on_each_placement(asked, model, rivals)
+        rivals = _fastest_on_each_placement(capped, model, rivals)
         for schedule in rivals:
-            model = _cut_for(schedule, asked, model, FIRST_CUT)
-        found, model = _searched(replace(asked, costs=model), model, rivals, 1, CUT)
-        rivals = [found.schedule]
-        yield found, model
+            model = _cut_for(schedule, capped, model, FIRST_CUT)
+        answer, model = _searched(replace(capped, costs=model), model, rivals, 1, CUT)
+        rivals = [answer.schedule]
+        yield answer, model
 
 
 def _searched(
@@ -199,15 +201,15 @@ def _searched(
 
     Stop when the cut no longer changes.
     """
-    found = find_schedule(request, [*rivals, *published_schedules(request)])
+    answer = find_schedule(request, [*rivals, *published_schedules(request)])
     for _ in range(cuts):
         before = model
-        model = _cut_for(found.schedule, request, model, share)
+        model = _cut_for(answer.schedule, request, model, share)
         if model is before:
             break
         request = replace(request, costs=model)
-        found = find_schedule(request, [found.schedule, *published_schedules(request)])
-    return found, model
+        answer = find_schedule(request, [answer.schedule, *published_schedules(request)])
+    return answer, model
 
 
 def _fastest_on_each_placement(
@@ -220,12 +222,12 @@ def _fastest_on_each_placement(
     """
     names = request.placements or PLACEMENTS
     short = replace(request, budget_s=request.budget_s * FIRST_SHARE / len(names))
-    made = [*known, *published_schedules(request)]
+    schedules = [*known, *published_schedules(request)]
     for name in names:
         with suppress(ConfigError):  # a cap that this placement cannot keep
-            made.append(find_schedule(replace(short, placements=(name,))).schedule)
+            schedules.append(find_schedule(replace(short, placements=(name,))).schedule)
     fastest: dict[Placement, tuple[float, Schedule]] = {}
-    for schedule in made:
+    for schedule in schedules:
         span = _span(schedule, request, model)
         if schedule.placement not in fastest or span < fastest[schedule.placement][0]:
             fastest[schedule.placement] = span, schedule
@@ -240,8 +242,8 @@ def _cut_for(
     cut = model.faster_cut(schedule, request.network, request.cap, share)
     if cut == model.cut(schedule.placement):
         return model
-    made = model.with_cut(schedule.placement, cut)
-    return made if _span(schedule, request, made) <= _span(schedule, request, model) else model
+    recut = model.with_cut(schedule.placement, cut)
+    return recut if _span(schedule, request, recut) <= _span(schedule, request, model) else model
 
 
 def _span(schedule: Schedule, request: Request, model: ModelCosts) -> float:

@@ -18,7 +18,7 @@ from gems.schedule.schedule import Schedule
 from gems.schedule.simulate import RankTime, Simulation, rank_times
 from gems.simulation.calibration import Confidence, confidence_of, launch_words
 from gems.simulation.costs import RunCosts, counts_units, is_by_layers
-from gems.simulation.jitter import interval_of, median_of, noisy_steps
+from gems.simulation.jitter import median_step, noisy_steps, span_interval
 
 # The name of a rank's times in the JSON, and in `RankTime`.
 TIMES = {
@@ -145,7 +145,7 @@ class Prediction:
             "peak_activation_bytes": [peak * size for peak in step.peak] if size else unknown,
             "peak_bytes": list(self.peak_bytes or unknown),
             "peak_host_bytes": [
-                max((held.host for held in memory.held), default=0.0) if size else None
+                max((point.host for point in memory.held), default=0.0) if size else None
                 for memory in self.memory
             ],
             **{
@@ -211,20 +211,31 @@ def with_jitter(
     if not noise:
         return quiet, (quiet.span, quiet.span)
     steps = noisy_steps(outcome, noise, seed)
-    return median_of(steps), interval_of(steps)
+    return median_step(steps), span_interval(steps)
 
 
 def _memory_over_time(ranks: Iterable[RankTimeline], step: Simulation) -> tuple[RankMemory, ...]:
     """Return each rank's bytes over time: while an action runs, and after it."""
     memory = []
     for timeline, starts, ends in zip(ranks, step.start, step.end, strict=True):
-        held = []
+        points = []
         for point, start, end in zip(timeline.points, starts, ends, strict=True):
-            kept = float(point.activation_bytes)
+            activation_bytes = float(point.activation_bytes)
             host = float(point.host_bytes)
-            held.append(Held(start, kept, float(point.during_bytes - point.activation_bytes), host))
-            held.append(Held(end, kept, float(point.device_bytes - point.activation_bytes), host))
-        memory.append(RankMemory(0.0, tuple(held)))
+            points.append(
+                Held(
+                    start,
+                    activation_bytes,
+                    float(point.during_bytes - point.activation_bytes),
+                    host,
+                )
+            )
+            points.append(
+                Held(
+                    end, activation_bytes, float(point.device_bytes - point.activation_bytes), host
+                )
+            )
+        memory.append(RankMemory(0.0, tuple(points)))
     return tuple(memory)
 
 

@@ -25,8 +25,8 @@ MIN_S = 1e-9  # times are above 0
 
 def layer_costs(costs: RunCosts, profile: ModelProfile) -> RunCosts:
     """Return the costs of a model with unknown stages, with each layer a piece of its depth."""
-    kept = [float(layer.kept_bytes) for layer in profile.layers]
-    cost = _costs(costs, profile, list(range(profile.num_layers + 1)), kept)
+    kept_bytes = [float(layer.kept_bytes) for layer in profile.layers]
+    cost = _costs(costs, profile, list(range(profile.num_layers + 1)), kept_bytes)
     return replace(costs, cost=cost)
 
 
@@ -58,7 +58,7 @@ def _costs(
     costs: RunCosts,
     profile: ModelProfile,
     boundaries: Sequence[int],
-    kept: Sequence[float],
+    activation_bytes: Sequence[float],
     unit_bytes: int | None = None,
 ) -> CostConfig:
     """Return the costs of pieces of the depth, each consisting of the layers between boundaries.
@@ -67,8 +67,8 @@ def _costs(
     """
     pieces = [profile.layers[first:end] for first, end in pairwise(boundaries)]
     num_ranks = costs.parallel.partitions
-    activations = [max(1.0, size) for size in kept]
-    one = DepthCosts(num_ranks, activations=tuple(activations)).stages(num_ranks).activation
+    activations = [max(1.0, size) for size in activation_bytes]
+    rank_share = DepthCosts(num_ranks, activations=tuple(activations)).stages(num_ranks).activation
     shares: dict[str, Any] = {
         name: max(
             MIN_S, sum(float(getattr(layer, f"{name}_s")) for layer in profile.layers) / num_ranks
@@ -81,7 +81,7 @@ def _costs(
         times=[max(MIN_S, sum(layer.time_s for layer in piece)) for piece in pieces],
         activations=activations,
         unit_s=1.0,
-        activation_bytes=unit_bytes or max(1, round(sum(activations) / sum(one))),
+        activation_bytes=unit_bytes or max(1, round(sum(activations) / sum(rank_share))),
         boundary_bytes=max(
             (profile.layers[cut - 1].output_bytes for cut in boundaries[1:-1]), default=0
         ),

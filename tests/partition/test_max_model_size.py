@@ -70,7 +70,8 @@ def fits(spec: RunSpec, method: str) -> bool:
 )
 def test_the_search_finds_what_a_scan_finds(axis: str, limit: int, values: list[int]) -> None:
     spec = spec_of(limit)
-    found = max_model_sizes(Axis(spec, axis), TRIED, case_of)
+    growth = Axis(spec, axis)
+    found = max_model_sizes(growth, TRIED, lambda value: case_of(growth.at(value)))
     assert [each.method for each in found] == list(TRIED)
     for each in found:
         expected = max(value for value in values if fits(Axis(spec, axis).at(value), each.method))
@@ -82,7 +83,8 @@ def test_the_search_finds_what_a_scan_finds(axis: str, limit: int, values: list[
 
 
 def test_nothing_trains() -> None:
-    (found,) = max_model_sizes(Axis(spec_of(1000), "resolution"), ("exact",), case_of)
+    axis = Axis(spec_of(1000), "resolution")
+    (found,) = max_model_sizes(axis, ("exact",), lambda value: case_of(axis.at(value)))
     assert (found.value, found.num_parameters, found.peak_bytes) == (0, 0, 0)
 
 
@@ -90,7 +92,7 @@ def test_a_limit_is_needed() -> None:
     with pytest.raises(
         ConfigError, match=r"machine\.device_bytes=null: must be given for --largest"
     ):
-        max_model_sizes(Axis(spec_of(None), "depth"), ("exact",), case_of)
+        max_model_sizes(Axis(spec_of(None), "depth"), ("exact",), lambda _: case_of(spec_of(None)))
 
 
 def test_a_value_is_put_in_its_place() -> None:

@@ -13,7 +13,7 @@ import gems.plan.draft
 from gems.config.schema import CostConfig, MemoryConfig, ProfileConfig, RunSpec, ScheduleConfig
 from gems.errors import ConfigError, DoesNotFitError
 from gems.memory.plan import Choice, MemoryPlan
-from gems.partition.links import links_of
+from gems.partition.links import machine_links
 from gems.plan.evaluate import evaluate
 from gems.profile import ModelProfile
 from gems.runs.prepare import prepare
@@ -163,7 +163,7 @@ def test_a_policy_has_early_receives_if_they_are_faster(spec: RunSpec) -> None:
     early = evaluate(slow).memory
     fewest = lower(compute_only(early.schedule))
     assert early.schedule.rank_schedules != fewest.rank_schedules
-    assert early.step_s < simulate(fewest, early.costs, links_of(slow.machine)).span
+    assert early.step_s < simulate(fewest, early.costs, machine_links(slow.machine)).span
 
 
 def test_a_device_too_small_for_keeping_is_no_matter_for_the_cut(spec: RunSpec) -> None:

@@ -20,7 +20,7 @@ from gems.config.schema import RunSpec, ScheduleConfig
 from gems.errors import ConfigError, DoesNotFitError
 from gems.models import stride_of
 from gems.plan.evaluate import evaluate, simulate, with_strips_chosen
-from gems.plan.strips_choice import GAIN, Division, divisions, thin_parts, with_fastest_strips
+from gems.plan.strips_choice import GAIN, Division, blocks, thin_parts, with_fastest_strips
 from gems.profile.store import take_in_this_process
 from gems.runs.folder import RunFolder
 from gems.runs.prepare import prepare
@@ -205,7 +205,11 @@ def test_of_all_divisions_the_fastest_that_fits_is_chosen(on_gpu: RunSpec, seed:
         return seconds
 
     numbers = [2**power for power in range(7)]
-    judged = [judge(divided(on_gpu, one)) for n in numbers for one in divisions(on_gpu, n)]
+    judged = [
+        judge(divided(on_gpu, division))
+        for number in numbers
+        for division in (number, *blocks(number, on_gpu.data, on_gpu.model))
+    ]
     fitting = [seconds for seconds, num_bytes in judged if num_bytes <= limit]
     if not fitting:
         with pytest.raises(DoesNotFitError, match="no division needs less than"):
@@ -215,18 +219,13 @@ def test_of_all_divisions_the_fastest_that_fits_is_chosen(on_gpu: RunSpec, seed:
 
 
 def test_blocks_are_square_and_not_thinner_than_what_streams(on_gpu: RunSpec) -> None:
-    assert [list(divisions(on_gpu, 2**power)) for power in range(5)] == [
-        [1],
-        [2],
-        [4, [2, 2]],
-        [8, [4, 2]],
-        [16, [4, 4]],
-    ]
-    stride = stride_of(on_gpu.model)
-    assert list(divisions(on_gpu, (64 // stride) ** 2))[1:] == [[64 // stride] * 2]
-    assert len(list(divisions(on_gpu, 4 * (64 // stride) ** 2))) == 1
-    wide = replace(on_gpu, data=replace(on_gpu.data, width_px=1024))
-    assert list(divisions(wide, 16)) == [16, [2, 8]]
+    data, model = on_gpu.data, on_gpu.model
+    grids = [blocks(2**power, data, model) for power in range(5)]
+    assert grids == [[], [], [[2, 2]], [[4, 2]], [[4, 4]]]
+    most = 64 // stride_of(model)
+    assert blocks(most**2, data, model) == [[most] * 2]
+    assert blocks(4 * most**2, data, model) == []
+    assert blocks(16, replace(data, width_px=1024), model) == [[2, 8]]
 
 
 def test_a_division_into_blocks_is_chosen_by_profile(
@@ -267,14 +266,15 @@ def test_parts_that_are_thin_for_their_gpu_are_warned_of(
     many = divided(on_gpu, [4, 4])
     profile = evaluate(many).profile
     assert profile is not None
-    warning = thin_parts(many, profile)
+    warning = thin_parts(many.parallel, many.data, many.machine.launch_s, profile)
     assert warning is not None and warning.startswith(
         "parallel.strips=[4,4]: parts of 16 x 16 px take 9"
     )
-    slow = replace(many, machine=replace(many.machine, launch_s=None))
-    assert thin_parts(slow, profile) is None
+    assert thin_parts(many.parallel, many.data, None, profile) is None
     whole = evaluate(divided(on_gpu, 1))
-    assert whole.profile is not None and thin_parts(whole.spec, whole.profile) is None
+    assert whole.profile is not None
+    launch_s = whole.spec.machine.launch_s
+    assert thin_parts(whole.spec.parallel, whole.spec.data, launch_s, whole.profile) is None
     words = f"cache_dir={on_gpu.cache_dir} model=resnet20_v1 model.norm=none model.depth=8"
     words += " data=synthetic data.height_px=64 data.width_px=64 machine=h200 memory=recompute"
     words += " schedule=layer_parallel parallel.partitions=1 memory.recompute=strip"

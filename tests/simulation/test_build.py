@@ -177,10 +177,10 @@ class TestSearch:
         spec = spec_of(
             ScheduleConfig("capped", activation_cap=1, budget_s=0.2), 2, 4, cache_dir=str(tmp_path)
         )
-        found = Draft(spec).found
+        found = Draft(spec).search_result
         assert 0 < found["bound"] <= 1 and found["candidates"] > 0
         monkeypatch.setattr(gems.simulation.build, "find_schedule", None)
-        assert Draft(spec).found == found
+        assert Draft(spec).search_result == found
 
     def test_a_search_may_recompute_in_a_run(self) -> None:
         schedule = ScheduleConfig(

@@ -14,7 +14,13 @@ from gems.schedule.action import Action, Kind
 from gems.schedule.costs import FREE, StageCosts, uniform
 from gems.schedule.lower import lower
 from gems.schedule.simulate import EVEN, Pace, simulate
-from gems.simulation.jitter import arrivals_of, interval_of, median_of, noisy_steps, slowdowns
+from gems.simulation.jitter import (
+    median_step,
+    noisy_steps,
+    simulate_arrivals,
+    slowdowns,
+    span_interval,
+)
 
 
 def outcome(schedule: Schedule, num_replicas: int, costs: StageCosts | None = None) -> PlanOutcome:
@@ -69,7 +75,7 @@ def test_one_simulated_replica_stands_for_all() -> None:
 
 def test_reductions_of_a_replica_are_ready_one_before_the_other() -> None:
     made = lower(generate("gems_master", 4, 4))
-    ready = arrivals_of(outcome(made, 2), 0.01, np.random.default_rng(0))
+    ready = simulate_arrivals(outcome(made, 2), 0.01, np.random.default_rng(0))
     outer, inner = ready.reductions
     assert (outer, inner) == (Action(Kind.REDUCE_GRAD, 0), Action(Kind.REDUCE_GRAD, 1))
     end = simulate(made, uniform(4, 4)).span
@@ -83,9 +89,9 @@ def test_steps_are_the_same_for_one_seed_and_their_interval_holds_the_median() -
     made = outcome(lower(generate("gems_master", 4, 4)), 8)
     once, again, other = (noisy_steps(made, 0.02, seed, 20) for seed in (3, 3, 4))
     assert once == again != other
-    low, high = interval_of(once)
-    assert low < median_of(once).span < high
-    assert interval_of([median_of(once)]) == (median_of(once).span,) * 2
+    low, high = span_interval(once)
+    assert low < median_step(once).span < high
+    assert span_interval([median_step(once)]) == (median_step(once).span,) * 2
 
 
 def test_a_schedule_without_reductions_has_replicas_that_wait_for_nobody() -> None:

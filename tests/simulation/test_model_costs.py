@@ -155,7 +155,7 @@ def test_configured_costs_are_searched_as_they_are(spec: RunSpec) -> None:
     assert plan.costs == costs
     paper = Draft(
         replace(spec, cost=costs, schedule=replace(spec.schedule, max_stages=NUM_LAYERS))
-    ).found
+    ).search_result
     assert "boundaries" not in paper
 
 

@@ -77,8 +77,10 @@ class _Model:
                 cp.add_bool_or([~here, there, crosses])
         if devices.limit_bytes is not None:
             for column in zip(*self.on, strict=True):
-                held = sum(op.held_bytes * here for op, here in zip(graph.ops, column, strict=True))
-                cp.add(held <= devices.limit_bytes)
+                held_bytes = sum(
+                    op.held_bytes * here for op, here in zip(graph.ops, column, strict=True)
+                )
+                cp.add(held_bytes <= devices.limit_bytes)
 
     def break_symmetry(self, hint: TimedPlacement) -> None:
         """Use devices in the order of the graph, and start from a known placement.
@@ -141,8 +143,8 @@ class _Timing:
             return items
         return sorted(
             items,
-            key=lambda one: (
-                begin[one] if isinstance(one, int) else solver.value(self._messages[one])
+            key=lambda item: (
+                begin[item] if isinstance(item, int) else solver.value(self._messages[item])
             ),
         )
 

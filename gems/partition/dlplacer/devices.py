@@ -40,10 +40,10 @@ class Devices:
 
     def held(self, graph: OpGraph, places: tuple[int, ...]) -> list[int]:
         """Return the bytes that each device holds."""
-        held = [0] * self.num
+        held_bytes = [0] * self.num
         for op, place in zip(graph.ops, places, strict=True):
-            held[place] += op.held_bytes
-        return held
+            held_bytes[place] += op.held_bytes
+        return held_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def _starts(
                 u if places[u] == here else (u, phase.maker(u, item), here)
                 for u in phase.before[item]
             )
-            starts[item] = max(free[here], *(done[each] for each in needed), 0.0)
+            starts[item] = max(free[here], *(done[dependency] for dependency in needed), 0.0)
             free[here] = done[item] = starts[item] + phase.times_s[item]
             continue
         source, maker, receiver = item

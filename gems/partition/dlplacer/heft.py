@@ -63,19 +63,20 @@ def _ranks(
     """
     ranks = [0.0] * graph.num_ops
     for v in reversed(phase.order):
-        left = 0.0
+        longest = 0.0
         for w in phase.after[v]:
             share = 0.5 if places is None else float(places[v] != places[w])
-            left = max(
-                left, ranks[w] + share * devices.delay_s(graph.ops[phase.maker(v, w)].output_bytes)
+            longest = max(
+                longest,
+                ranks[w] + share * devices.delay_s(graph.ops[phase.maker(v, w)].output_bytes),
             )
-        ranks[v] = left + phase.times_s[v]
+        ranks[v] = longest + phase.times_s[v]
     return ranks
 
 
 def _by_rank(graph: OpGraph, devices: Devices, places: Sequence[int], phase: Phase) -> list[int]:
     ranks = _ranks(graph, devices, places, phase)
-    missing = [len(some) for some in phase.before]
+    missing = [len(predecessors) for predecessors in phase.before]
     end = [0.0] * graph.num_ops
     free = [0.0] * devices.num
     ready = {v for v, count in enumerate(missing) if not count}
@@ -107,7 +108,7 @@ def _earliest(graph: OpGraph, devices: Devices) -> tuple[int, ...]:
     places = [0] * graph.num_ops
     end = [0.0] * graph.num_ops
     free = [0.0] * devices.num
-    held = [0] * devices.num
+    held_bytes = [0] * devices.num
     for v in sorted(graph.order, key=lambda v: -ranks[v]):
         op = graph.ops[v]
         ends = []
@@ -118,20 +119,20 @@ def _earliest(graph: OpGraph, devices: Devices) -> tuple[int, ...]:
                 begin = max(begin, end[u] + delay)
             is_full = (
                 devices.limit_bytes is not None
-                and held[place] + op.held_bytes > devices.limit_bytes
+                and held_bytes[place] + op.held_bytes > devices.limit_bytes
             )
             ends.append((is_full, begin + op.forward_s, place))
         _, end[v], places[v] = min(ends)
         free[places[v]] = end[v]
-        held[places[v]] += op.held_bytes
+        held_bytes[places[v]] += op.held_bytes
     return tuple(places)
 
 
 def _packed(graph: OpGraph, devices: Devices) -> tuple[int, ...]:
     """Place the largest operators first, each on the device that holds the least."""
     places = [0] * graph.num_ops
-    held = [0] * devices.num
+    held_bytes = [0] * devices.num
     for v in sorted(range(graph.num_ops), key=lambda v: -graph.ops[v].held_bytes):
-        places[v] = held.index(min(held))
-        held[places[v]] += graph.ops[v].held_bytes
+        places[v] = held_bytes.index(min(held_bytes))
+        held_bytes[places[v]] += graph.ops[v].held_bytes
     return tuple(places)

@@ -69,12 +69,12 @@ def _topological(phase: Phase, starts: Sequence[float]) -> list[int]:
 
     The starts are only as exact as the solver's tolerance.
     """
-    left = sorted(phase.order, key=lambda v: starts[v])
+    remaining = sorted(phase.order, key=lambda v: starts[v])
     order = list[int]()
-    while left:
+    while remaining:
         done = set(order)
-        order.append(next(v for v in left if done.issuperset(phase.before[v])))
-        left.remove(order[-1])
+        order.append(next(v for v in remaining if done.issuperset(phase.before[v])))
+        remaining.remove(order[-1])
     return order
 
 
@@ -99,11 +99,11 @@ class _Table:
         if devices.limit_bytes is not None:
             limit = max(1, devices.limit_bytes)
             for place in range(devices.num):
-                held = [
+                terms = [
                     (row[place], op.held_bytes / limit)
                     for row, op in zip(self.on, graph.ops, strict=True)
                 ]
-                self._add(held, devices.limit_bytes / limit)
+                self._add(terms, devices.limit_bytes / limit)
         for column in self.on[graph.order[0]][1:]:  # devices are equal
             self.most[column] = 0.0
         for (u, v), k in self._crosses.items():
@@ -135,9 +135,9 @@ class _Table:
                 # selects this order; 1 is the length of the known step, and no start is later
                 for first, then, sign, slack in ((u, v, 1.0, 1.0), (v, u, -1.0, 0.0)):
                     big = 1.0 + time[first]
-                    for one, other in zip(self.on[first], self.on[then], strict=True):
+                    for first_on, then_on in zip(self.on[first], self.on[then], strict=True):
                         order = [(start[first], 1.0), (start[then], -1.0)]
-                        terms = [*order, (one, big), (other, big), (u_first, sign * big)]
+                        terms = [*order, (first_on, big), (then_on, big), (u_first, sign * big)]
                         self._add(terms, -time[first] + big * (2.0 + slack))
 
     def _variable(self, is_whole: int) -> int:

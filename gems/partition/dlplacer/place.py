@@ -153,5 +153,11 @@ def _solve(
         crossing_s = sum(2 * devices.delay_s(op.output_bytes) * devices.num for op in graph.ops)
         hint = replace(hint, span_s=graph.time_s + crossing_s)
     solved, solver_bound_s = solver(graph, devices, hint, limit_s)
-    fitting = [one for one in (timed, solved) if one is not None and devices.fit(graph, one.places)]
-    return min(fitting, key=lambda one: one.span_s, default=None), max(bound_s, solver_bound_s)
+    fitting = [
+        placement
+        for placement in (timed, solved)
+        if placement is not None and devices.fit(graph, placement.places)
+    ]
+    return min(fitting, key=lambda placement: placement.span_s, default=None), max(
+        bound_s, solver_bound_s
+    )

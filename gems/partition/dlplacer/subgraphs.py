@@ -146,11 +146,11 @@ def _phase_bound_s(phase: Phase, num_devices: int) -> float:
         for tail in set(tails)
     )
     packed = max(
-        min(heads[v] for v in some)
-        + math.fsum(times[v] for v in some) / num_devices
-        + min(tails[v] for v in some)
-        for some in windows
-        if some
+        min(heads[v] for v in window)
+        + math.fsum(times[v] for v in window) / num_devices
+        + min(tails[v] for v in window)
+        for window in windows
+        if window
     )
     return max(longest, packed)
 

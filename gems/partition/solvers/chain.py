@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from gems.partition.problem import Problem
-from gems.partition.solvers.tables import Floats, run_block, terms_of, widest
+from gems.partition.solvers.tables import Floats, problem_terms, run_block, widest
 from gems.profile.spans import Table
 
 
@@ -25,7 +25,7 @@ class Chain:
         self._tables: list[list[tuple[Table, float | None]]] = [
             [] for _ in range(problem.num_stages)
         ]
-        for term in terms_of(problem):
+        for term in problem_terms(problem):
             ((stage, table),) = term.tables
             self._tables[stage].append((table, term.limit))
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from gems.partition.even import even
 from gems.partition.problem import Problem, Solution
-from gems.partition.solvers.tables import Floats, Ints, Low, chunks, expand, minorant, terms_of
+from gems.partition.solvers.tables import Floats, Ints, Low, chunks, expand, minorant, problem_terms
 from gems.profile.spans import Table
 
 CHUNK = 1_000_000
@@ -55,10 +55,10 @@ def partition_pairs(
             frontier = pairs.completable(most)
             if frontier is not None:
                 for width in (NARROW, None):
-                    found = _Search(pairs, frontier, min(most, cost), deadline, width).run()
-                    if found is not None and problem.cost(found) < cost:
-                        best = found
-                        cost = problem.cost(found)
+                    boundaries = _Search(pairs, frontier, min(most, cost), deadline, width).run()
+                    if boundaries is not None and problem.cost(boundaries) < cost:
+                        best = boundaries
+                        cost = problem.cost(boundaries)
                 if cost == np.inf == most:
                     return Solution(None, np.inf, np.inf, True)
                 if cost <= most:
@@ -218,9 +218,9 @@ class _Search:
             for term in terms:
                 room = term.room(self.most) - term.left[states.left[which], left_end]
                 first = np.maximum(first, nearest(term.low_right, right_end, first, last, room))
-            for some in chunks(last - first + 1, CHUNK, self.deadline):
-                picked, right_start = expand(first[some], last[some])
-                picked = picked + some.start
+            for slots in chunks(last - first + 1, CHUNK, self.deadline):
+                picked, right_start = expand(first[slots], last[slots])
+                picked = picked + slots.start
                 yield which[picked], left_end[picked], right_start
 
 
@@ -283,7 +283,7 @@ class Pairs:
         self._cuts = np.arange(self.num_layers + 1)
         nothing = np.zeros((problem.num_layers, problem.num_layers + 1))
         lows: dict[int, Low] = {}
-        for term in terms_of(problem):
+        for term in problem_terms(problem):
             outer = min(term.tables[0][0], problem.num_stages - 1 - term.tables[0][0])
             halves: list[list[Table]] = [[], []]
             for stage, table in term.tables:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from gems.partition.problem import Problem
 from gems.partition.solvers.chain import least_highest, partition_chain
-from gems.partition.solvers.tables import Floats, run_block, terms_of, valid, widest
+from gems.partition.solvers.tables import Floats, problem_terms, run_block, valid, widest
 from gems.profile.spans import RankCosts, Table
 
 ROUNDS = 400
@@ -51,7 +51,7 @@ class Relaxation:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self.terms = terms_of(problem)
+        self.terms = problem_terms(problem)
         self.is_limit = np.array([term.limit is not None for term in self.terms], dtype=bool)
         self._problem = problem
         self._windows = widest(problem)
@@ -83,7 +83,7 @@ class Relaxation:
                     idle = 0
                     weights = bound.weights
                     _, path = self.bound(weights)
-            bound = max(bound, tried, key=lambda each: each.value)
+            bound = max(bound, tried, key=lambda candidate: candidate.value)
         shaker.offer(self.bound(bound.weights)[1], deadline)
         return bound
 
@@ -192,9 +192,9 @@ class Shaker:
 
     def offer(self, boundaries: Sequence[int], deadline: float) -> None:
         """Improve a partition until the deadline, and keep it if it is better than the best."""
-        for each in (tuple(boundaries), resettle(self._problem, boundaries, deadline)):
-            if self._problem.cost(each) < self.cost:
-                self.best, self.cost = each, self._problem.cost(each)
+        for candidate in (tuple(boundaries), resettle(self._problem, boundaries, deadline)):
+            if self._problem.cost(candidate) < self.cost:
+                self.best, self.cost = candidate, self._problem.cost(candidate)
 
     def shake(self, deadline: float) -> None:
         """Move half of the boundaries a little and improve the partition, until the deadline."""
@@ -221,7 +221,7 @@ def resettle(problem: Problem, boundaries: Sequence[int], deadline: float) -> tu
     increased by the cost of the other stages on their ranks; the move is then optimal.
     """
     best = tuple(boundaries)
-    runs = runs_of(problem)
+    runs = independent_runs(problem)
     upcoming = itertools.cycle(runs)
     idle = 0
     while idle < len(runs) and time.perf_counter() < deadline:
@@ -233,7 +233,7 @@ def resettle(problem: Problem, boundaries: Sequence[int], deadline: float) -> tu
     return best
 
 
-def runs_of(problem: Problem) -> list[tuple[int, int]]:
+def independent_runs(problem: Problem) -> list[tuple[int, int]]:
     """Return the longest runs of two or more stages (first, end) that are on different ranks."""
     together: list[set[int]] = [set() for _ in range(problem.num_stages)]
     for rank in (*problem.ranks, *problem.limits):

@@ -45,9 +45,9 @@ def partition_several(
     try:
         while not is_whole and shaker.cost > enough:
             now = time.perf_counter()
-            found, is_whole = beam.run(shaker.cost, width)
-            if found is not None:
-                shaker.offer(found, deadline)
+            boundaries, is_whole = beam.run(shaker.cost, width)
+            if boundaries is not None:
+                shaker.offer(boundaries, deadline)
             if not is_whole:
                 spent = time.perf_counter() - now
                 shaker.shake(min(deadline, time.perf_counter() + spent))
@@ -69,8 +69,8 @@ def _with_fewest_bytes(problem: Problem, beam: _Beam, best: tuple[int, ...]) -> 
     is_whole = False
     try:
         while not is_whole:
-            found, is_whole = beam.run(cost, width, problem.crossing_bytes(best))
-            best = found or best
+            boundaries, is_whole = beam.run(cost, width, problem.crossing_bytes(best))
+            best = boundaries or best
             width *= WIDENING
     except TimeoutError:
         pass
@@ -88,7 +88,7 @@ class _Level(NamedTuple):
 
     def take(self, chosen: Ints) -> _Level:
         """Return a selection of them."""
-        return _Level._make(each[chosen] for each in self)
+        return _Level._make(column[chosen] for column in self)
 
 
 class _Beam:
@@ -122,8 +122,8 @@ class _Beam:
         Raises:
             TimeoutError: The deadline came first.
         """
-        one = np.zeros(1, dtype=np.int64)
-        trail = [_Level(one, np.zeros((1, self._num_terms)), np.zeros(1), one, np.zeros(1))]
+        zero = np.zeros(1, dtype=np.int64)
+        trail = [_Level(zero, np.zeros((1, self._num_terms)), np.zeros(1), zero, np.zeros(1))]
         is_whole = True
         for stage in range(self._problem.num_stages):
             level, was_whole = self._next(stage, trail[-1], cost, width, most_bytes)
@@ -138,7 +138,9 @@ class _Beam:
         rating = trail[-1].rating
         if most_bytes is not None:
             within = (_read(trail, last) for last in range(len(rating)))
-            return next((each for each in within if problem.cost(each) <= cost), None)
+            return next(
+                (boundaries for boundaries in within if problem.cost(boundaries) <= cost), None
+            )
         alike = (
             int(np.searchsorted(rating, rating[0] * (1 + 4 * ROUNDING), side="right"))
             if len(rating)
@@ -154,18 +156,18 @@ class _Beam:
         problem = self._problem
         last = problem.num_layers - (problem.num_stages - stage - 1)
         first = level.end + 1 if stage < problem.num_stages - 1 else np.full(len(level.end), last)
-        made: list[_Level] = []
-        num_made = 0
+        levels: list[_Level] = []
+        num_grown = 0
         num_kept = 0
         for part in chunks((last - first + 1) * self._num_terms, CHUNK, self._deadline):
             which, end = expand(first[part], np.full(len(first[part]), last))
-            made.append(self._grow(stage, level, which + part.start, end, cost, most_bytes))
-            num_made = num_made + len(made[-1].end)
-            num_kept = num_kept + len(made[-1].end)
+            levels.append(self._grow(stage, level, which + part.start, end, cost, most_bytes))
+            num_grown = num_grown + len(levels[-1].end)
+            num_kept = num_kept + len(levels[-1].end)
             if num_kept > 4 * width:
-                made = [_first_rated(made, width)]
+                levels = [_first_rated(levels, width)]
                 num_kept = width
-        return _first_rated(made, width) if made else level, num_made <= width
+        return _first_rated(levels, width) if levels else level, num_grown <= width
 
     def _grow(
         self,

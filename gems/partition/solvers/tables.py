@@ -38,7 +38,7 @@ class Term:
         return sum(float(table[boundaries[s], boundaries[s + 1]]) for s, table in self.tables)
 
 
-def terms_of(problem: Problem) -> list[Term]:
+def problem_terms(problem: Problem) -> list[Term]:
     """Return the terms of a problem; terms of the cost come first."""
     return [
         Term(

@@ -83,8 +83,8 @@ def picks(plan: HybridPlan) -> dict[str, WorkerChoice]:
     fastest = min(known, key=lambda choice: (choice.cost, choice.devices))
     near = [choice for choice in known if choice.cost <= NEARLY * fastest.cost]
     nearly, cheapest = (
-        min(some, key=lambda choice: (choice.cost * choice.devices, choice.devices))
-        for some in (near, known)
+        min(choices, key=lambda choice: (choice.cost * choice.devices, choice.devices))
+        for choices in (near, known)
     )
     return {"fastest": fastest, "nearly_fastest": nearly, "cheapest": cheapest}
 
@@ -148,7 +148,7 @@ def _costs(case: HybridCase, devices: int) -> tuple[dict[int, float], dict[int, 
     """
     costs = {}
     left_out = {}
-    for degree in (each for each in case.degrees if devices % each == 0):
+    for degree in (degree for degree in case.degrees if devices % degree == 0):
         if degree in case.misfits:
             left_out[degree] = case.misfits[degree]
             continue
@@ -156,7 +156,7 @@ def _costs(case: HybridCase, devices: int) -> tuple[dict[int, float], dict[int, 
             costs[degree] = case.cost(devices // degree, degree)
         except ConfigError as error:
             left_out[degree] = str(error)
-    return dict(sorted(costs.items(), key=lambda one: one[::-1])), left_out
+    return dict(sorted(costs.items(), key=lambda item: item[::-1])), left_out
 
 
 def _choice(
@@ -170,9 +170,12 @@ def _choice(
     if seconds is not None:
         time_s = band(
             seconds,
-            [draw.seconds(each) or seconds for draw, each in zip(draws, costs, strict=True)],
+            [
+                draw.seconds(draw_cost) or seconds
+                for draw, draw_cost in zip(draws, costs, strict=True)
+            ],
         )
-    speedups = [draw.cost(*base) / each for draw, each in zip(draws, costs, strict=True)]
+    speedups = [draw.cost(*base) / draw_cost for draw, draw_cost in zip(draws, costs, strict=True)]
     return WorkerChoice(
         workers,
         degree,

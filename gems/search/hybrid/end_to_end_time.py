@@ -169,11 +169,11 @@ def break_even(
         return BreakEven(degree, None)
     low = high = None
     if draws:
-        points = sorted(_interpolated(_gains(each, degree, devices)) for each in draws)
+        points = sorted(_interpolated(_gains(draw, degree, devices)) for draw in draws)
         last = len(points) - 1
         ends = (points[math.floor(SHARES[0] * last)], points[math.ceil(SHARES[1] * last)])
         low, high = (end if math.isfinite(end) else None for end in ends)
-    wins = list(takewhile(lambda one: one[1] > 1.0, reversed(known)))
+    wins = list(takewhile(lambda point: point[1] > 1.0, reversed(known)))
     below = known[-len(wins) - 1][0] if len(wins) < len(known) else None
     if not wins:
         return BreakEven(degree, None, below, None, low, high)
@@ -187,13 +187,13 @@ def break_even(
 
 def _gains(case: HybridCase, degree: int, devices: Sequence[int]) -> list[tuple[int, float]]:
     """Return the gain, if known, at each number of devices that the degree divides."""
-    found = []
+    gains = []
     for count in sorted(devices):
         try:
-            found += [] if count % degree else [(count, case.gain(count // degree, degree))]
+            gains += [] if count % degree else [(count, case.gain(count // degree, degree))]
         except ConfigError:
             continue
-    return found
+    return gains
 
 
 def _interpolated(known: Sequence[tuple[int, float]]) -> float:

@@ -1,7 +1,4 @@
-"""Epochs to a target as a function of the global batch.
-
-A table, or the gradient noise scale, given or fitted.
-"""
+"""Epochs to a target as a function of the global batch: a table, or the gradient noise scale."""
 
 from __future__ import annotations
 
@@ -17,24 +14,20 @@ from scipy.special import stdtrit
 from gems.errors import ConfigError
 from gems.search.hybrid.quantity import SHARES, Quantity
 
-MAX_BEYOND = 4.0  # a law is trusted so many times beyond the batches that it was fitted to
+MAX_BEYOND = 4.0  # factor beyond the fitted batches up to which a law is trusted
 NUM_ROUNDS = 8
-MAX_FACTOR = (
-    1e6  # an interval is not wider: beyond, nothing is known, and products of it stay finite
-)
+MAX_FACTOR = 1e6  # largest half-width of an interval, so that products stay finite
 
 
 @dataclass(frozen=True, slots=True)
 class EpochTable:
-    """Epochs at some global batches.
-
-    Between two of them, their logarithm is linear in that of the batch.
+    """Epochs at some global batches, interpolated linearly on logarithmic axes.
 
     Attributes:
         global_batches: samples of a step, rising.
         numbers: the epochs at each.
-        beyond: goes on along the line of the last two points (or the first two) outside of the
-            table; without it, what lies outside is refused.
+        beyond: whether to extrapolate from the last two (or first two) points; if False, batches
+            outside of the table are refused.
     """
 
     global_batches: tuple[float, ...]
@@ -56,8 +49,8 @@ class EpochTable:
     def of(cls, rows: Mapping[float, float | Quantity], beyond: bool = False) -> EpochTable:
         """Build a table from epochs by global batch, in any order."""
         numbers = (
-            each if isinstance(each, Quantity) else Quantity.exact(each)
-            for _, each in sorted(rows.items())
+            number if isinstance(number, Quantity) else Quantity.exact(number)
+            for _, number in sorted(rows.items())
         )
         return cls(tuple(sorted(rows)), tuple(numbers), beyond)
 
@@ -65,7 +58,7 @@ class EpochTable:
         """Return the epochs at a global batch.
 
         Raises:
-            ConfigError: a batch outside of the table, unless `beyond`.
+            ConfigError: the batch is outside of the table, and `beyond` is False.
         """
         batches = self.global_batches
         if self.is_extrapolated(global_batch) and not self.beyond:
@@ -95,11 +88,10 @@ class NoiseScale:
     """The law E(B) = E_min (1 + B / B_crit) of the gradient noise scale (McCandlish et al. 2018, section 2.3).
 
     Attributes:
-        least_epochs: E_min, what small batches take.
-        critical_batch: B_crit in samples, at which a step's batch costs twice the epochs.
+        least_epochs: E_min, the epochs of small batches.
+        critical_batch: B_crit, the samples of a batch that takes twice as many epochs.
         correlation: of the logarithms of the two, from -1 to 1.
-        measured: the smallest and the largest batch that the law was fitted to; None where it was
-            given.
+        measured: the smallest and the largest batch of the fit; None for a law that is given.
     """
 
     least_epochs: Quantity
@@ -112,32 +104,29 @@ class NoiseScale:
         return self.least_epochs.value * (1.0 + global_batch / self.critical_batch.value)
 
     def is_extrapolated(self, global_batch: float) -> bool:
-        """Return whether a batch lies more than four times outside of those that the law was fitted to."""
+        """Return whether a batch is more than four times outside of the fitted range."""
         if self.measured is None:
             return False
         least, most = self.measured
         return not least / MAX_BEYOND <= global_batch <= most * MAX_BEYOND
 
     def drawn(self, rng: np.random.Generator) -> NoiseScale:
-        """Return a law with both figures drawn together, correlated as they are."""
-        one, other = (float(each) for each in rng.standard_normal(2))
-        mixed = self.correlation * one + math.sqrt(1.0 - self.correlation**2) * other
-        least = Quantity.exact(self.least_epochs.at(one))
+        """Draw both quantities together, with their correlation."""
+        first, second = (float(deviate) for deviate in rng.standard_normal(2))
+        mixed = self.correlation * first + math.sqrt(1.0 - self.correlation**2) * second
+        least = Quantity.exact(self.least_epochs.at(first))
         critical = Quantity.exact(self.critical_batch.at(mixed))
         return replace(self, least_epochs=least, critical_batch=critical)
 
 
 Epochs = EpochTable | NoiseScale
-# One epoch whatever the batch: if nothing is known of them, times of an epoch are compared.
+# one epoch for any batch, which compares the times of an epoch if nothing else is known
 EQUAL_EPOCHS = NoiseScale(Quantity.exact(1.0), Quantity.exact(1e300))
 
 
 @dataclass(frozen=True, slots=True)
 class NoiseFit:
-    """A fitted law, its (global batch, epochs) runs, and the relative residual of each.
-
-    Measured / fitted - 1.
-    """
+    """A fitted law, its (global batch, epochs) runs, and their residuals, measured / fitted - 1."""
 
     law: NoiseScale
     runs: tuple[tuple[float, float], ...]
@@ -145,15 +134,15 @@ class NoiseFit:
 
 
 def fit_noise_scale(runs: Sequence[tuple[float, float]]) -> NoiseFit:
-    """Fit E(B) = E_min (1 + B / B_crit), a line in B (McCandlish et al. 2018, section 2.3, and its appendix on fits).
+    """Fit E(B) = E_min (1 + B / B_crit), a line in B, to (global batch, epochs to the target) runs.
 
-    Runs, each a global batch in samples and the epochs that it took to the target, scatter in
-    proportion to their epochs, so that each weighs with the inverse square of what is fitted for
-    it, in a few rounds. The 95 % intervals are of Student's t on the runs beyond two, taken on the
-    logarithms of the two figures, whose correlation is kept; two runs alone give none.
+    Source: McCandlish et al. 2018, section 2.3, and the appendix on fits. Runs scatter in
+    proportion to their epochs, so each is weighted by the inverse square of its fitted epochs, in a
+    few rounds. The 95 % intervals are those of Student's t for the logarithms of E_min and B_crit,
+    which are correlated; two runs alone give exact values.
 
     Raises:
-        ConfigError: fewer than two global batches, or epochs that do not grow with the batch.
+        ConfigError: there are fewer than two global batches, or epochs do not grow with the batch.
     """
     batches, epochs = np.array(runs, dtype=float).reshape(-1, 2).T
     if len(set(batches.tolist())) < 2:
@@ -164,7 +153,7 @@ def fit_noise_scale(runs: Sequence[tuple[float, float]]) -> NoiseFit:
     for _ in range(NUM_ROUNDS):
         normal = design.T @ (design / fitted[:, None] ** 2)
         line = np.linalg.solve(normal, design.T @ (epochs / fitted**2))
-        least, slope = (float(each) for each in line)
+        least, slope = (float(coefficient) for coefficient in line)
         if least <= 0.0 or slope <= 0.0:
             why = "they do not grow with the batch" if slope <= 0.0 else "they grow faster than it"
             raise ConfigError(
@@ -181,8 +170,7 @@ def fit_noise_scale(runs: Sequence[tuple[float, float]]) -> NoiseFit:
     correlation = 0.0
     if freedom:
         covariance = np.linalg.inv(normal) * float(residuals @ residuals) / freedom
-        # By small changes: ln E_min has d least / least, and ln B_crit has d least / least - d
-        # slope / slope.
+        # error propagation: d ln E_min = d least / least, d ln B_crit = d ln E_min - d slope / slope
         change = np.array([[1.0 / least, 0.0], [1.0 / least, -1.0 / slope]])
         of_logs = change @ covariance @ change.T
         deviations = np.sqrt(np.maximum(np.diag(of_logs), 0.0))

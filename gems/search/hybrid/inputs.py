@@ -1,7 +1,4 @@
-"""What the hybrid planner is given on its command line.
-
-Epochs, scaling efficiency, speed-ups of model parallelism.
-"""
+"""Inputs of the hybrid planner: epochs, scaling efficiency and speed-ups of model parallelism."""
 
 from __future__ import annotations
 
@@ -24,11 +21,11 @@ EFFICIENCY = "--efficiency"
 SPEEDUP = "--speedup"
 TABLE = "table"
 NOISE_SCALE = "noise_scale"
-# The most real of what stands for one point, first.
+# sources of a point, the most trustworthy first
 SOURCES = ("measured", "emulated", "simulated")
 MAX_DEGREE = 2**12
 MAX_ROWS = 10_000
-# A worker's batch counts as kept when it differs by less than this.
+# relative difference up to which the batches of workers count as equal
 SAME = 1e-6
 
 Row = Mapping[str, Any]
@@ -36,10 +33,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file that an option names, whose numbers are refused by that option and path.
-
-    All of it raises ConfigError.
-    """
+    """A file of a command-line option; its methods raise ConfigErrors that name option and path."""
 
     option: str
     path: Path
@@ -50,9 +44,7 @@ class _File:
     def document(self) -> dict[str, Any]:
         """Read a JSON object, or a CSV as one with its rows under `rows`."""
         try:
-            text = self.path.read_text(
-                "utf-8-sig"
-            )  # spreadsheets begin a file with a byte order mark
+            text = self.path.read_text("utf-8-sig")  # spreadsheets write a byte order mark
             if self.path.suffix != ".json":
                 lines = [line for line in text.splitlines() if not line.startswith("#")]
                 return {"rows": list(csv.DictReader(lines, strict=True))}
@@ -67,7 +59,7 @@ class _File:
         return document
 
     def rows(self, document: Mapping[str, Any], name: str) -> Sequence[Row]:
-        """Return the rows that a document holds under a name, or under `rows`."""
+        """Return the rows of a document under a name, or under `rows`."""
         rows = document.get(name, document.get("rows"))
         if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
             raise self.error(f"must hold rows, under {name} or rows in JSON")
@@ -101,7 +93,7 @@ class _File:
         return int(number)
 
     def quantity(self, row: Row, column: str, low: str = "low", high: str = "high") -> Quantity:
-        """Return a number above 0 with the interval of its row, or without one where the row has none."""
+        """Return a number above 0 with the interval of its row, if there is one."""
         value = self.positive(row, column)
         if row.get(low) in (None, "") and row.get(high) in (None, ""):
             return Quantity.exact(value)
@@ -114,10 +106,10 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class GivenEpochs:
-    """Epochs by global batch as a file gives them.
+    """Epochs by global batch, as read from a file.
 
-    `fit` is that of a noise scale that was fitted here, `num_samples` that of an epoch, where the
-    file has it.
+    `fit` is the fit of the noise scale, if it was fitted here, and `num_samples` the samples of an
+    epoch, if the file has them.
     """
 
     law: Epochs
@@ -126,17 +118,18 @@ class GivenEpochs:
 
 
 def published_series(path: Path) -> dict[str, list[tuple[float, float]]]:
-    """Return the (global batch, epochs) runs of each series of a CSV.
+    """Read the (global batch, epochs) runs of each series of a CSV.
 
-    Raise ConfigError as `read_epochs`.
+    Raises:
+        ConfigError: as `read_epochs`.
     """
     file = _File(EPOCHS, path)
-    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    runs: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in file.rows(file.document(), "runs"):
-        found[str(row.get("series") or "")].append(
+        runs[str(row.get("series") or "")].append(
             (file.positive(row, "global_batch"), file.positive(row, "epochs"))
         )
-    return found
+    return runs
 
 
 def _chosen_series(path: Path) -> tuple[Path, str | None]:
@@ -146,18 +139,18 @@ def _chosen_series(path: Path) -> tuple[Path, str | None]:
 
 
 def read_epochs(path: Path) -> GivenEpochs:
-    """Read epochs by global batch.
+    """Read epochs by global batch from a CSV or JSON file.
 
-    Of a CSV with a column series, `FILE:SERIES` chooses one, to which a noise scale is fitted.
-    Another CSV has columns global_batch and epochs, and may have low and high, the ends of a 95 %
-    interval; a JSON object has such rows under `runs`. Several rows of one batch are repetitions:
-    their mean counts, and their range is its interval. In JSON `model` chooses table (with `beyond:
-    true` it goes on outside of its range) or noise_scale, which is fitted to the runs, or given by
-    `e_min` and `b_crit`; `samples_per_epoch` may be there. Lines that begin with # are notes.
+    If a CSV has a column series, `FILE:SERIES` chooses the one to which a noise scale is fitted.
+    Otherwise it has the columns global_batch and epochs, and optionally low and high, the ends of a
+    95 % interval; a JSON object has such rows under `runs`. Several rows for a batch are
+    repetitions, which are averaged; their range is the interval. In JSON, `model` is table
+    (`beyond: true` extrapolates it) or noise_scale, which is fitted to the runs or given by `e_min`
+    and `b_crit`; `samples_per_epoch` is optional. Lines that begin with # are comments.
 
     Raises:
-        ConfigError: a file that cannot be read, a number that is none, or runs without a noise
-        scale.
+        ConfigError: the file cannot be read, a value is not a positive number, or the runs have no
+            noise scale.
     """
     path, name = _chosen_series(path)
     file = _File(EPOCHS, path)
@@ -195,32 +188,33 @@ def read_epochs(path: Path) -> GivenEpochs:
     for row in rows:
         by_batch[file.positive(row, "global_batch")].append(file.quantity(row, "epochs"))
     table = EpochTable.of(
-        {batch: _pooled(each) for batch, each in by_batch.items()}, document.get("beyond") is True
+        {batch: _pooled(repetitions) for batch, repetitions in by_batch.items()},
+        document.get("beyond") is True,
     )
     return GivenEpochs(table, None, num_samples)
 
 
 def _pooled(repetitions: Sequence[Quantity]) -> Quantity:
-    mean = sum(each.value for each in repetitions) / len(repetitions)
-    low = min(each.low for each in repetitions)
-    high = max(each.high for each in repetitions)
+    mean = sum(repetition.value for repetition in repetitions) / len(repetitions)
+    low = min(repetition.low for repetition in repetitions)
+    high = max(repetition.high for repetition in repetitions)
     return Quantity(min(max(mean, low), high), low, high)
 
 
 def read_efficiency(path: Path, schedule: str = "") -> tuple[EfficiencyTable, str]:
-    """Read SE_N from a file; return also its source: the least real of what it stands on, or given.
+    """Read SE_N from a file; return it with its least trustworthy source, or "given".
 
-    The file is what `analysis scaling` wrote (its CSV, or its JSON), or has the columns workers and
-    efficiency (low, high, ways).
+    The file is the CSV or JSON of `analysis scaling`, or has the columns workers and efficiency,
+    and optionally low, high and ways.
 
-    Of a scaling study SE_N is the median step of the fewest replicas over that of N, for pipelines
-    of equally many partitions and an equal batch of each replica; so the fewest replicas count as
-    without loss. Of several schedules the run's own counts; of several sources for one point
-    measured before emulated before simulated.
+    In a scaling study, SE_N is the median step of the fewest replicas over that of N replicas, for
+    pipelines with equal numbers of partitions and equal batches per replica; the fewest replicas
+    count as lossless. If there are several schedules, the run's own is used; if a point has several
+    sources, measured precedes emulated, and emulated precedes simulated.
 
     Raises:
-        ConfigError: a file that cannot be read, no weak scaling in it, or several schedules and
-        none is the run's.
+        ConfigError: the file cannot be read, has no weak scaling, or has several schedules without
+            that of the run.
     """
     file = _File(EFFICIENCY, path)
     rows = file.rows(file.document(), "points")
@@ -249,19 +243,19 @@ def read_efficiency(path: Path, schedule: str = "") -> tuple[EfficiencyTable, st
 
 def _rows_of_schedule(file: _File, rows: Sequence[Row], schedule: str) -> Sequence[Row]:
     lines = [str(row.get("schedule", "")).split(", pipelines of ")[0] for row in rows]
-    kept = (
+    chosen = (
         lines
         if len(set(lines)) == 1
         else [line for line in lines if line.split(",")[0] == schedule]
     )
-    if len(set(kept)) != 1:
-        held = ", ".join(sorted(set(lines)))
-        raise file.error(f"must hold {schedule} once, or one schedule alone: it holds {held}")
-    return [row for row, line in zip(rows, lines, strict=True) if line == kept[0]]
+    if len(set(chosen)) != 1:
+        schedules = ", ".join(sorted(set(lines)))
+        raise file.error(f"must hold {schedule} once, or one schedule alone: it holds {schedules}")
+    return [row for row, line in zip(rows, lines, strict=True) if line == chosen[0]]
 
 
 def _weak_scaling(file: _File, rows: Sequence[Row]) -> dict[int, tuple[int, Quantity]]:
-    """Return by replicas the index of the source in SOURCES and SE_N, of pipelines of one length."""
+    """Return (index in SOURCES, SE_N) by replicas, for pipelines with equal numbers of partitions."""
     best: dict[int, tuple[int, float, float]] = {}
     for row in rows:
         replicas = file.whole(row, "replicas")
@@ -284,10 +278,10 @@ def _weak_scaling(file: _File, rows: Sequence[Row]) -> dict[int, tuple[int, Quan
 
 
 def read_speedups(text: str) -> Mapping[int, Quantity]:
-    """Read SU^M as `M:VALUE,...`, or with the ends of its 95 % interval `M:LOW:VALUE:HIGH`.
+    """Parse SU^M from `M:VALUE,...`, or, with its 95 % interval, `M:LOW:VALUE:HIGH,...`.
 
     Raises:
-        ConfigError: another form, a degree below 2, or a speed-up that is no number above 0.
+        ConfigError: the form is another one, a degree is below 2, or a speed-up is not positive.
     """
     speedups: dict[int, Quantity] = {}
     for word in text.split(","):
@@ -312,20 +306,25 @@ def read_speedups(text: str) -> Mapping[int, Quantity]:
     return speedups
 
 
-def epochs_json(given: GivenEpochs) -> dict[str, Any]:
-    """Return the epochs that a plan is based on, as plain data."""
-    law = given.law
+def epochs_json(epochs: GivenEpochs) -> dict[str, Any]:
+    """Return the epochs as plain data."""
+    law = epochs.law
     if isinstance(law, EpochTable):
         runs = [
-            {"global_batch": batch, "epochs": each.value, "low": each.low, "high": each.high}
-            for batch, each in zip(law.global_batches, law.numbers, strict=True)
+            {
+                "global_batch": batch,
+                "epochs": quantity.value,
+                "low": quantity.low,
+                "high": quantity.high,
+            }
+            for batch, quantity in zip(law.global_batches, law.numbers, strict=True)
         ]
         return {"model": TABLE, "beyond": law.beyond, "runs": runs}
     answer: dict[str, Any] = {"model": NOISE_SCALE}
-    for name, each in (("e_min", law.least_epochs), ("b_crit", law.critical_batch)):
-        answer |= {name: each.value, f"{name}_low": each.low, f"{name}_high": each.high}
-    if given.fit is not None:
-        pairs = zip(given.fit.runs, given.fit.residuals, strict=True)
+    for name, quantity in (("e_min", law.least_epochs), ("b_crit", law.critical_batch)):
+        answer |= {name: quantity.value, f"{name}_low": quantity.low, f"{name}_high": quantity.high}
+    if epochs.fit is not None:
+        pairs = zip(epochs.fit.runs, epochs.fit.residuals, strict=True)
         answer["runs"] = [
             {"global_batch": run[0], "epochs": run[1], "residual": residual}
             for run, residual in pairs

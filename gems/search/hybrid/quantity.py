@@ -1,4 +1,4 @@
-"""A figure that is not known exactly: its value, its interval, and draws from it."""
+"""Quantities with uncertainty: a value, its interval, and draws from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARES = (0.025, 0.975)
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A positive figure with its 95 % interval, `low` <= `value` <= `high`, in one unit."""
+    """A positive number with its 95 % interval, `low` <= `value` <= `high`, in one unit."""
 
     value: float
     low: float
@@ -31,15 +31,14 @@ class Quantity:
 
     @classmethod
     def exact(cls, value: float) -> Quantity:
-        """Return a figure without uncertainty."""
+        """Return a quantity without uncertainty."""
         return cls(value, value, value)
 
     def at(self, deviate: float) -> float:
-        """Return the figure for a standard normal deviate.
+        """Return the number for a standard normal deviate.
 
-        0 gives the value, -Z95 and Z95 the ends of the interval.
-        Each side is a half of a log-normal distribution, so that no draw of a positive figure is
-        negative.
+        0 gives the value, -Z95 and Z95 the ends of the interval. Each side is half of a log-normal
+        distribution, so draws are positive.
         """
         end = self.low if deviate < 0 else self.high
         return (
@@ -49,43 +48,43 @@ class Quantity:
         )
 
     def drawn(self, rng: np.random.Generator) -> Quantity:
-        """Return one exact figure drawn from the interval's distribution."""
+        """Draw an exact quantity from the distribution."""
         return (
             self if self.low == self.high else Quantity.exact(self.at(float(rng.standard_normal())))
         )
 
     def scaled(self, factor: float) -> Quantity:
-        """Return the figure and its interval times a positive factor."""
+        """Return the quantity times a positive factor."""
         return Quantity(self.value * factor, self.low * factor, self.high * factor)
 
 
-def drawn(given: Any, rng: np.random.Generator) -> Any:
-    """Return a value with each figure in it drawn independently.
+def drawn(value: Any, rng: np.random.Generator) -> Any:
+    """Return a value with every quantity in it drawn independently.
 
-    These are quantities, in mappings, tuples and dataclasses; one with a method `drawn` of its own
-    draws by that.
+    Mappings, tuples and dataclasses are searched for quantities. Objects with a method `drawn` draw
+    themselves.
     """
-    if hasattr(given, "drawn"):
-        return given.drawn(rng)
-    if isinstance(given, Mapping):
-        return {key: drawn(each, rng) for key, each in given.items()}
-    if isinstance(given, tuple):
-        return tuple(drawn(each, rng) for each in given)
-    if is_dataclass(given) and not isinstance(given, type):
+    if hasattr(value, "drawn"):
+        return value.drawn(rng)
+    if isinstance(value, Mapping):
+        return {key: drawn(item, rng) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(drawn(item, rng) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
         return replace(
-            given, **{each.name: drawn(getattr(given, each.name), rng) for each in fields(given)}
+            value, **{field.name: drawn(getattr(value, field.name), rng) for field in fields(value)}
         )
-    return given
+    return value
 
 
-def is_exact(given: Any) -> bool:
-    """Return whether no figure in a value has an interval, so that every draw is the value itself."""
-    return bool(drawn(given, np.random.default_rng(0)) == given)
+def is_exact(value: Any) -> bool:
+    """Return whether a value contains no uncertainty, so every draw equals it."""
+    return bool(drawn(value, np.random.default_rng(0)) == value)
 
 
 def band(value: float, draws: Sequence[float]) -> Quantity:
-    """Return a positive figure with the middle 95 % of its draws, widened to the value where that lies outside."""
+    """Return a value with the central 95 % of its draws, widened to include the value."""
     if not draws:
         return Quantity.exact(value)
-    low, high = (float(np.quantile(draws, share)) for share in SHARES)
+    low, high = map(float, np.quantile(draws, SHARES))
     return Quantity(value, min(low, value), max(high, value))

@@ -1,7 +1,4 @@
-"""A worker of several devices.
-
-Its step, what it loses among others, and whether it fits, by simulation.
-"""
+"""A worker of several devices, by simulation: its step, its scaling efficiency, and whether it fits."""
 
 from __future__ import annotations
 
@@ -14,14 +11,14 @@ from gems.errors import ConfigError, DoesNotFitError
 from gems.plan.draft import PROFILE, Draft
 from gems.simulation.prediction import Prediction
 
-# On one device every schedule is the same work; this one holds least.
+# on one device all schedules take equally long; this one needs the least memory
 ALONE = "1f1b"
 Predict = Callable[[RunSpec], Prediction]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStep:
-    """A simulated step: its seconds, the bytes of the fullest rank (None if not known), and why it does not fit."""
+    """A simulated step: seconds, bytes of the fullest rank if known, and why it does not fit."""
 
     step_s: float
     peak_bytes: int | None
@@ -35,11 +32,10 @@ class Worker:
     spec: RunSpec
 
     def with_degree(self, degree: int) -> RunSpec:
-        """Return the run with `degree` partitions and the same mini-batch of a worker.
+        """Return the run with `degree` partitions and the same mini-batch per worker.
 
-        On one device the layers run one after another. A real machine has the costs of its profile
-        unless others are given. Those of cost=uniform are of equal parts, so that more parts are
-        smaller ones.
+        A real machine uses the costs of its profile unless others are configured. Costs of
+        cost=uniform are scaled to the size of the parts.
         """
         spec = self.spec
         cost = spec.cost
@@ -70,33 +66,29 @@ class Worker:
         return replace(changed, machine=machine, memory=replace(changed.memory, name="keep"))
 
     def step(self, degree: int, predict: Predict) -> WorkerStep:
-        """Simulate one step on `degree` devices.
-
-        What does not fit machine.device_bytes, without that limit.
+        """Simulate one step on `degree` devices, without a limit if it does not fit.
 
         Raises:
-            ConfigError: counts that the schedule cannot serve, or more stages than layers.
+            ConfigError: the schedule cannot serve the counts, or there are more stages than layers.
         """
         limit = self.spec.machine.device_bytes
         misfit: str | None = None
         try:
-            found = predict(self.with_degree(degree))
+            prediction = predict(self.with_degree(degree))
         except DoesNotFitError as error:
             misfit = str(error)
-            found = predict(self._unlimited(degree))
-        peak = None if found.peak_bytes is None else round(max(found.peak_bytes))
+            prediction = predict(self._unlimited(degree))
+        peak = None if prediction.peak_bytes is None else round(max(prediction.peak_bytes))
         if misfit is None and limit is not None and peak is not None and peak > limit:
             where = f"a rank of {degree} partitions" if degree > 1 else "a worker of one device"
             advice = "use a higher degree, or a smaller image or micro-batch"
             misfit = str(DoesNotFitError(where, peak, limit, advice))
-        return WorkerStep(found.step_s, peak, misfit)
+        return WorkerStep(prediction.step_s, peak, misfit)
 
     def steps(
         self, degrees: Iterable[int], predict: Predict
     ) -> tuple[dict[int, WorkerStep], dict[int, str]]:
-        """Simulate each degree.
-
-        Return the steps, and why other degrees are refused: stages, odd counts.
+        """Simulate each degree; return the steps, and the reasons for degrees that are refused.
 
         Raises:
             ConfigError: one device alone cannot be simulated.
@@ -113,12 +105,11 @@ class Worker:
         return steps, refused
 
     def efficiency(self) -> Callable[[int, int], float]:
-        """Return SE_N by simulation, a function of the workers and the partitions of each.
+        """Return SE_N by simulation, as a function of the workers and the partitions of each.
 
-        It is the step of one worker over that of N, whose gradients are summed over the run's
-        links. Activations are kept, whatever the run's policy, and devices have no limit: the sum
-        is of gradients alone. It raises ConfigError for counts that the schedule cannot serve, or
-        more stages than layers.
+        SE_N is the step of one worker over that of N, whose gradients are summed over the run's
+        links. Memory policy and device limit are ignored. The function raises ConfigError if the
+        schedule cannot serve the counts, or if there are more stages than layers.
         """
 
         @cache
@@ -127,8 +118,8 @@ class Worker:
 
         @cache
         def span(workers: int, degree: int) -> float:
-            one = one_worker(degree)
-            parallel = replace(one.costs.parallel, replicas=workers)
-            return replace(one.costs, parallel=parallel).kept(one.lowered).step_s
+            draft = one_worker(degree)
+            parallel = replace(draft.costs.parallel, replicas=workers)
+            return replace(draft.costs, parallel=parallel).kept(draft.lowered).step_s
 
         return lambda workers, degree: span(1, degree) / span(workers, degree)

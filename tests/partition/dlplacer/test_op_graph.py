@@ -34,8 +34,8 @@ def test_json_and_back() -> None:
         ((), (), "at least one operator"),
         ((A, B), ((0, 2),), "operators run from 0 to 1"),
         ((A, B), ((0, 1), (0, 1)), "twice"),
-        ((A, B), ((0, 1), (1, 0)), "circle"),
-        ((A,), ((0, 0),), "circle"),
+        ((A, B), ((0, 1), (1, 0)), "cycle"),
+        ((A,), ((0, 0),), "cycle"),
         ((replace(A, forward_s=-1.0),), (), "a.forward_s=-1.0"),
         ((replace(A, backward_s=math.nan),), (), "must be 0 or more and finite"),
         ((replace(A, output_bytes="much"),), (), "a.output_bytes=much"),  # type: ignore[arg-type]
