@@ -62,7 +62,7 @@ def _times_held(
     costs: StageCosts, ranks: Sequence[int], placement: Placement, is_split: bool, network: Network
 ) -> list[float]:
     """Return, for each stage, the least time from the start of F to the end of B or I."""
-    held = [0.0] * costs.num_stages
+    times = [0.0] * costs.num_stages
     for stage in reversed(range(costs.num_stages)):
         here = ranks[stage]
         size = costs.boundary_bytes[stage]
@@ -72,10 +72,10 @@ def _times_held(
             delay = 0.0
             if there != here:
                 delay = 2 * network.delay(here, there, size)
-            longest = max(longest, held[reader] + delay)
+            longest = max(longest, times[reader] + delay)
         backward = costs.input_grad[stage] + (0.0 if is_split else costs.weight_grad[stage])
-        held[stage] = longest + (costs.forward[stage] + backward)
-    return held
+        times[stage] = longest + (costs.forward[stage] + backward)
+    return times
 
 
 def saving(costs: StageCosts, stage: int, life: float, name: str) -> Saving:

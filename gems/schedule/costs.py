@@ -125,7 +125,7 @@ class StageCosts:
 
         Segments are mappings, and strip loads are lists by stage.
         """
-        given: dict[str, Any] = {
+        values_by_name: dict[str, Any] = {
             name: tuple(map(float, values))
             for name, values in document.items()
             if name not in ("segments", STRIP_LOADS)
@@ -135,7 +135,7 @@ class StageCosts:
             for stage in document.get("segments", ())
         )
         loads = tuple(tuple(map(float, of_stage)) for of_stage in document.get(STRIP_LOADS, ()))
-        return cls(**given, segments=segments, strip_loads=loads)
+        return cls(**values_by_name, segments=segments, strip_loads=loads)
 
     @property
     def num_stages(self) -> int:

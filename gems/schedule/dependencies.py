@@ -37,10 +37,10 @@ def dependencies(action: Action, schedule: Schedule) -> tuple[Action, ...]:
     returned for it. Segments of a stage run one after the other, forward from the first and
     backward from the last; so do the strips of a micro-batch on each stage.
     """
-    found = schedule.needs.get(action)
-    if found is None:
-        found = schedule.needs[action] = (*_find(action, schedule), *_carry(action, schedule))
-    return found
+    needs = schedule.needs.get(action)
+    if needs is None:
+        needs = schedule.needs[action] = (*_find(action, schedule), *_carry(action, schedule))
+    return needs
 
 
 def _find(action: Action, schedule: Schedule) -> tuple[Action, ...]:
@@ -182,8 +182,8 @@ def other_stage(transfer: Action) -> int:
 def partner_of(transfer: Action) -> Action:
     """Return the other half of a transfer: the receive of a send, the send of a receive."""
     kind, stage, micro_batch, direction, other = transfer
-    mine = None if other is None else stage
-    return _named(_PARTNER[kind], other_stage(transfer), micro_batch, direction, mine)
+    own_stage = None if other is None else stage
+    return _named(_PARTNER[kind], other_stage(transfer), micro_batch, direction, own_stage)
 
 
 def sender_of(transfer: Action) -> int:

@@ -23,15 +23,15 @@ class Edge(NamedTuple):
 
 def edges_of(placement: Placement) -> list[Edge]:
     """Return the edges between the ranks of neighbouring stages, in order."""
-    found = set()
+    edges = set()
     for direction in range(placement.num_directions):
         for stage in range(1, placement.num_stages):
             here = placement.rank_of(direction, stage)
             for other in placement.predecessors[stage]:
                 there = placement.rank_of(direction, other)
                 if here != there:
-                    found |= {Edge(there, here, False), Edge(here, there, True)}
-    return sorted(found)
+                    edges |= {Edge(there, here, False), Edge(here, there, True)}
+    return sorted(edges)
 
 
 def check_message_order(schedule: Schedule, transport: str) -> None:

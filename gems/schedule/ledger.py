@@ -92,9 +92,9 @@ class Ledger:
 
     def give(self, action: Action) -> None:
         """Free the activations that the end of an action frees."""
-        left = self.leaves(action)
-        if left:
-            self.held -= left
+        size = self.leaves(action)
+        if size:
+            self.held -= size
             self.peak = max(self.peak, self.held)
 
     def give_at(self, action: Action, time: float) -> None:
@@ -152,17 +152,17 @@ def peaks(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     The result is exact if each copy out is waited for (FREE). A copy without FREE counts as freed
     when it is posted.
     """
-    found = []
+    rank_peaks = []
     for actions in schedule.rank_schedules:
         ledger = Ledger(schedule, costs)
-        held = peak = 0.0
+        size = peak = 0.0
         for action in actions:
-            held += ledger.brings(action)
-            peak = max(peak, held)
-            held -= ledger.leaves_at_once(action)
-            peak = max(peak, held)
-        found.append(peak)
-    return tuple(found)
+            size += ledger.brings(action)
+            peak = max(peak, size)
+            size -= ledger.leaves_at_once(action)
+            peak = max(peak, size)
+        rank_peaks.append(peak)
+    return tuple(rank_peaks)
 
 
 def in_flight(actions: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int, int]]]:

@@ -94,12 +94,12 @@ def _latest_places(
         [time for time in zip(actions, starts, ends, strict=True) if time[0].kind in MADE_KINDS]
         for actions, starts, ends in zip(schedule.rank_schedules, step.start, step.end, strict=True)
     ]
-    made = (
+    data_ends = (
         {action: end for timed in times for action, _, end in timed}
         if network.has_contention
         else {}
     )
-    found = []
+    places = []
     for rank, (needed, timed) in enumerate(zip(readers, times, strict=True)):
         # when the rank comes to each action
         free = list(
@@ -113,13 +113,13 @@ def _latest_places(
             delay = 0.0
             limit = timed[reader][1]
             if network.has_contention:
-                limit = made[dependencies(send, posted)[0]]
+                limit = data_ends[dependencies(send, posted)[0]]
             else:
                 size = costs.boundary_bytes[boundary_of(receive)]
                 delay = network.delay(posted.rank_of(send), rank, size)
             latest.append(bisect_right(free, limit, key=partial(add, delay)) - 1)
-        found.append(latest)
-    return found
+        places.append(latest)
+    return places
 
 
 def _with_receives(
@@ -163,13 +163,13 @@ def _in_sent_order(
     for at, receive in enumerate(receives):
         if receive in sent:  # else the list would not run, which is for the validator to name
             edges.setdefault((sent[receive][0], receive.kind), []).append(at)
-    found = list(zip(receives, places, strict=True))
+    ordered = list(zip(receives, places, strict=True))
     for slots in edges.values():
         as_sent = sorted(slots, key=lambda at: sent[receives[at]])
         earliest = list(accumulate((places[at] for at in reversed(as_sent)), min))[::-1]
         for slot, at, place in zip(slots, as_sent, earliest, strict=True):
-            found[slot] = receives[at], place
-    return found
+            ordered[slot] = receives[at], place
+    return ordered
 
 
 def lower(

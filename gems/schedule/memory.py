@@ -48,11 +48,11 @@ class RankMemory:
     @property
     def peak(self) -> float:
         """The peak of the bytes on the device, including the parameters."""
-        return self.parameters + max((held.device for held in self.held), default=0.0)
+        return self.parameters + max((point.device for point in self.held), default=0.0)
 
     def at(self, time: float) -> Held:
         """Return the memory held just after `time`."""
-        place = bisect.bisect_right(self.held, time + TOLERANCE, key=lambda held: held.time)
+        place = bisect.bisect_right(self.held, time + TOLERANCE, key=lambda point: point.time)
         return self.held[place - 1] if place else Held(0.0, 0.0, 0.0, 0.0)
 
 
@@ -74,7 +74,7 @@ def memory_over_time(
     `activation_bytes` is the size of one unit of activations, and `param_bytes` the size of the
     parameters of one direction's stages on a rank.
     """
-    found = []
+    memories = []
     for rank, actions in enumerate(schedule.rank_schedules):
         ledger = Ledger(schedule, costs)
         changes: list[Change] = []
@@ -107,8 +107,8 @@ def memory_over_time(
                 changes.append((start, ACTIVATIONS, ledger.brings(action) * activation_bytes))
                 changes.append((end, ACTIVATIONS, -ledger.leaves(action) * activation_bytes))
         directions = {direction for direction, _ in schedule.placement.stages_on(rank)}
-        found.append(RankMemory(param_bytes * len(directions), _summed(changes)))
-    return tuple(found)
+        memories.append(RankMemory(param_bytes * len(directions), _summed(changes)))
+    return tuple(memories)
 
 
 def _summed(changes: list[Change]) -> tuple[Held, ...]:
@@ -116,16 +116,16 @@ def _summed(changes: list[Change]) -> tuple[Held, ...]:
 
     Memory that is freed at a time makes room for allocations at that time.
     """
-    held: list[Held] = []
+    points: list[Held] = []
     sums = [0.0, 0.0, 0.0]
     at = 0.0
     is_open = False
     for time, category, size in sorted(change for change in changes if change[2]):
         if is_open and time > at + TOLERANCE:
-            held.append(Held(at, *sums))
+            points.append(Held(at, *sums))
             is_open = False
         if not is_open:
             at = time
             is_open = True
         sums[category] += size
-    return (*held, Held(at, *sums)) if is_open else ()
+    return (*points, Held(at, *sums)) if is_open else ()

@@ -31,16 +31,16 @@ class Placement:
         predecessors = self.predecessors or _chain(self.num_stages)
         object.__setattr__(self, "predecessors", predecessors)
         object.__setattr__(self, "successors", _successors(predecessors, self.num_stages))
-        held: list[list[tuple[int, int]]] = [[] for _ in range(self.num_ranks)]
+        stages: list[list[tuple[int, int]]] = [[] for _ in range(self.num_ranks)]
         places = sorted(
-            (stage, way, rank)
-            for way, row in enumerate(self.ranks)
-            for stage, rank in enumerate(row)
+            (stage, direction, rank)
+            for direction, ranks in enumerate(self.ranks)
+            for stage, rank in enumerate(ranks)
         )
-        for stage, way, rank in places:
+        for stage, direction, rank in places:
             if 0 <= rank < self.num_ranks:
-                held[rank].append((way, stage))
-        object.__setattr__(self, "_held", tuple(map(tuple, held)))
+                stages[rank].append((direction, stage))
+        object.__setattr__(self, "_held", tuple(map(tuple, stages)))
 
     @property
     def num_stages(self) -> int:
@@ -91,8 +91,8 @@ class Placement:
         For two directions this is the pair {r, P-1-r} (GEMS, section "layout"): the same two ranks
         hold both stages, so one fused all-reduce serves both.
         """
-        mine = {stage for _, stage in self.stages_on(rank)}
-        return tuple(sorted({row[stage] for row in self.ranks for stage in mine}))
+        stages = {stage for _, stage in self.stages_on(rank)}
+        return tuple(sorted({row[stage] for row in self.ranks for stage in stages}))
 
     def reduce_group(self, rank: int, num_replicas: int) -> tuple[int, ...]:
         """Return the world ranks in all replicas that sum their gradients with `rank`."""

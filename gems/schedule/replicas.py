@@ -48,7 +48,7 @@ def slowest_replica(
     variants = dict.fromkeys(
         zip(_layouts(links, schedule.num_ranks, len(paces)), paces, strict=True)
     )
-    steps = ((each, simulate(schedule, costs, each, cap, pace)) for each, pace in variants)
+    steps = ((variant, simulate(schedule, costs, variant, cap, pace)) for variant, pace in variants)
     return max(steps, key=lambda pair: pair[1].span)
 
 
@@ -87,7 +87,7 @@ def all_reduce(network: Network, group: Sequence[int], num_bytes: float) -> AllR
     """
     if len(group) < 2:
         return AllReduce("none", 0.0, 0.0)
-    return min((form(network, group, num_bytes) for form in FORMS), key=lambda each: each.time)
+    return min((form(network, group, num_bytes) for form in FORMS), key=lambda cost: cost.time)
 
 
 def ring(network: Network, group: Sequence[int], num_bytes: float) -> AllReduce:

@@ -181,12 +181,12 @@ class _Simulator:
         needs = dependencies(action, self.schedule)
         if kind in RECV_KINDS:
             (send,) = needs
-            mine = self.post(rank)
+            posting = self.post(rank)
             sent = self.sends.pop(send, None)
             if sent is None:
-                self.receives[send] = mine, action
+                self.receives[send] = posting, action
             else:
-                self.transfer(send, action, sent, mine)
+                self.transfer(send, action, sent, posting)
             return True
         if kind is _REDUCE_GRAD:
             return self.reduce(rank, action)
@@ -204,12 +204,12 @@ class _Simulator:
             if ended > begin:
                 begin = ended
         if kind in SEND_KINDS:
-            mine = self.post(rank)
+            posting = self.post(rank)
             received = self.receives.pop(action, None)
             if received is None:
-                self.sends[action] = mine
+                self.sends[action] = posting
             else:
-                self.transfer(action, received[1], mine, received[0])
+                self.transfer(action, received[1], posting, received[0])
             return True
         if kind in COPY_KINDS:
             self.copy(rank, action, begin)

@@ -38,7 +38,7 @@ def with_strips(schedule: Schedule, num_strips: int) -> Schedule:
             f"must be 1 for schedule={schedule.name}, a graph of stages",
         )
     rank_schedules = tuple(
-        tuple(_strips_of(actions, num_strips)) for actions in schedule.rank_schedules
+        tuple(_in_strips(actions, num_strips)) for actions in schedule.rank_schedules
     )
     num = schedule.num_micro_batches * num_strips
     return replace(
@@ -73,7 +73,7 @@ def without_strips(schedule: Schedule) -> Schedule:
     )
 
 
-def _strips_of(actions: tuple[Action, ...], num_strips: int) -> Iterator[Action]:
+def _in_strips(actions: tuple[Action, ...], num_strips: int) -> Iterator[Action]:
     for action in actions:
         first = (action.micro_batch or 0) * num_strips
         strips = range(first, first + num_strips)

@@ -80,13 +80,13 @@ def validate(
 
 
 def _check_peers(schedule: Schedule) -> None:
-    held: dict[int, tuple[int, set[int]]] = {}
+    holders: dict[int, tuple[int, set[int]]] = {}
     for rank in range(schedule.num_ranks):
         stages = {stage for _, stage in schedule.placement.stages_on(rank)}
         if not stages:
             raise ScheduleError(rank, "none", "this rank holds no stage")
         for stage in stages:
-            peer, theirs = held.setdefault(stage, (rank, stages))
+            peer, theirs = holders.setdefault(stage, (rank, stages))
             if theirs != stages:
                 raise ScheduleError(
                     rank,
@@ -130,7 +130,7 @@ def _check_places(schedule: Schedule) -> None:
 
 
 def _check_compute_is_whole(schedule: Schedule) -> None:
-    left: set[tuple[object, ...]] = {
+    remaining: set[tuple[object, ...]] = {
         action
         for actions in schedule.rank_schedules
         for action in actions
@@ -158,12 +158,12 @@ def _check_compute_is_whole(schedule: Schedule) -> None:
             for segment in schedule.segments_of(stage):
                 for kind in kinds(schedule, stage, m, directions[m], segment):
                     place = (kind, stage, m, directions[m], segment)
-                    if place not in left:
+                    if place not in remaining:
                         expected = Action(*place)
                         raise ScheduleError(schedule.rank_of(expected), expected, "is missing")
-                    left.discard(place)
+                    remaining.discard(place)
     for action in sorted(
-        action for actions in schedule.rank_schedules for action in actions if action in left
+        action for actions in schedule.rank_schedules for action in actions if action in remaining
     ):
         raise ScheduleError(schedule.rank_of(action), action, "has no place in this step")
 
@@ -184,22 +184,22 @@ def _kinds(
     schedule: Schedule, stage: int, micro_batch: int, direction: int, segment: int | None
 ) -> Sequence[Kind]:
     """Return the same with what moves or recomputes the activations."""
-    found = list(_compute_kinds(schedule, stage, micro_batch, direction, segment))
+    kinds = list(_compute_kinds(schedule, stage, micro_batch, direction, segment))
     place = (stage, micro_batch, direction, segment)
     if schedule.forward_only:
-        return found
+        return kinds
     if schedule.has(Kind.R, *place):
-        found.append(Kind.R)
+        kinds.append(Kind.R)
         if segment is None:  # a whole stage's inputs are those that it is given, which stay
-            return found
-    found += [kind for kind in (Kind.FREE, Kind.AWAIT) if schedule.has(kind, *place)]
+            return kinds
+    kinds += [kind for kind in (Kind.FREE, Kind.AWAIT) if schedule.has(kind, *place)]
     if any(schedule.has(copy, *place) for copy in (*COPY_KINDS, *WAIT_KINDS)):
-        found += [Kind.OFFLOAD, Kind.PREFETCH]
-    return found
+        kinds += [Kind.OFFLOAD, Kind.PREFETCH]
+    return kinds
 
 
 def _check_transfers(schedule: Schedule) -> None:
-    left = {
+    remaining = {
         action
         for actions in schedule.rank_schedules
         for action in actions
@@ -207,15 +207,15 @@ def _check_transfers(schedule: Schedule) -> None:
     }
     for rank, action in schedule.actions() if schedule.has_transfers else ():
         for send, receive, there in transfers_after(action, schedule):
-            if send not in left:
+            if send not in remaining:
                 raise ScheduleError(rank, action, f"its data is never sent: {send} is missing")
-            if receive not in left:
+            if receive not in remaining:
                 raise ScheduleError(
                     there, receive, f"is missing, the partner of {send} on rank {rank}"
                 )
-            left.discard(send)
-            left.discard(receive)
-    for action in sorted(left):
+            remaining.discard(send)
+            remaining.discard(receive)
+    for action in sorted(remaining):
         raise ScheduleError(
             schedule.rank_of(action), action, "carries data that no rank makes or needs"
         )
@@ -273,7 +273,7 @@ def _check_tail(schedule: Schedule, rank: int, actions: tuple[Action, ...]) -> N
 def _check_starts(schedule: Schedule, rank: int, actions: tuple[Action, ...]) -> None:
     if not schedule.has_any(Kind.START_REDUCE):
         return
-    left = {stage for _, stage in schedule.placement.stages_on(rank)}
+    remaining = {stage for _, stage in schedule.placement.stages_on(rank)}
     last = {
         action.stage: (i, action)
         for i, action in enumerate(actions)
@@ -285,7 +285,7 @@ def _check_starts(schedule: Schedule, rank: int, actions: tuple[Action, ...]) ->
             continue
         if schedule.num_directions > 1:
             raise ScheduleError(rank, action, "sums start early only in one direction")
-        if action.stage not in left or action != Action(Kind.START_REDUCE, action.stage):
+        if action.stage not in remaining or action != Action(Kind.START_REDUCE, action.stage):
             raise ScheduleError(rank, action, "must name a stage of this rank, and that once")
         if i > end:
             raise ScheduleError(
@@ -295,4 +295,4 @@ def _check_starts(schedule: Schedule, rank: int, actions: tuple[Action, ...]) ->
             raise ScheduleError(
                 rank, action, f"comes before {last[action.stage][1]}, on which it rests"
             )
-        left.discard(action.stage)
+        remaining.discard(action.stage)

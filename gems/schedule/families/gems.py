@@ -19,13 +19,13 @@ PLANNED_PARTS = (1, 2, 4)
 
 def _step_units(s: Terms) -> float | None:
     runs = s.n // s.parts
-    way = s.p - 1 + s.parts
-    return way * s.f + runs * way * s.b + (runs - 1) * s.parts * s.f if s.b >= s.f else None
+    steps = s.p - 1 + s.parts
+    return steps * s.f + runs * steps * s.b + (runs - 1) * s.parts * s.f if s.b >= s.f else None
 
 
 def _parts(request: Request, parts: Iterable[int]) -> Iterable[Request]:
     """Return a request for each of `parts` that gives both directions the same number of runs."""
-    fitting = (each for each in parts if request.num_micro_batches % (2 * each) == 0)
+    fitting = (number for number in parts if request.num_micro_batches % (2 * number) == 0)
     return with_sizes("num_parts", fitting)(request)
 
 

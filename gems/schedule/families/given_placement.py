@@ -51,12 +51,12 @@ def placed(
     both = [(forward, stage) for stage in forward_order] + [
         (backward, stage) for stage in backward_order
     ]
-    mine = (
-        [one for one in both if placement.rank_of(0, one[1]) == rank]
+    by_rank = (
+        [item for item in both if placement.rank_of(0, item[1]) == rank]
         for rank in range(placement.num_ranks)
     )
     rank_schedules = tuple(
-        tuple(make(stage, m) for m in range(num_micro_batches) for make, stage in some)
-        for some in mine
+        tuple(make(stage, m) for m in range(num_micro_batches) for make, stage in items)
+        for items in by_rank
     )
     return Schedule("placed", num_micro_batches, placement, rank_schedules)

@@ -112,10 +112,10 @@ def looped_bfs(request: Request) -> Schedule:
 
 def _check_chunks(name: str, chunks: int) -> None:
     if chunks < 2:
-        one = "1f1b" if name == "interleaved_1f1b" else "gpipe"
+        simple = "1f1b" if name == "interleaved_1f1b" else "gpipe"
         raise ConfigError(
             "schedule.chunks",
             chunks,
             f"must be 2 or more for {name}",
-            f"one chunk a rank is schedule={one}",
+            f"one chunk a rank is schedule={simple}",
         )

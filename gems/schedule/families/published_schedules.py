@@ -34,7 +34,7 @@ def published_schedules(request: Request) -> list[Schedule]:
             peak = family.peak_units(family.terms(size)) if family.peak_units else None
             rivals.append((peak or 0.0, name, family, size))
     served: set[tuple[str, int]] = set()
-    found = []
+    schedules = []
     is_large = request.num_ranks * request.num_micro_batches >= LARGE
     limit = float("inf") if request.cap is None else request.cap + TOLERANCE
     for peak, name, family, size in sorted(rivals, key=lambda rival: -rival[0]):
@@ -57,5 +57,5 @@ def published_schedules(request: Request) -> list[Schedule]:
         is_known = peak and lightest == max(costs.activation) * per_rank == 1.0
         if is_known or request.cap is None or max(peaks(schedule, costs)) <= limit:
             served.add(siblings)
-            found.append(with_strips(schedule, request.num_strips))
-    return found
+            schedules.append(with_strips(schedule, request.num_strips))
+    return schedules

@@ -74,11 +74,11 @@ class _Squeezing:
     def first_ready(self, rank: int, now: int) -> int | None:
         """Return the index of the first action that may run now."""
         seen: set[tuple[int, Kind]] = set()
-        held = most = self.in_flight[rank]
+        in_flight = most_in_flight = self.in_flight[rank]
         for index, action in enumerate(self.todo[rank]):
             is_forward = action.kind is Kind.F
             if (action.stage, action.kind) not in seen and (
-                not is_forward or not index or most < self.most_held
+                not is_forward or not index or most_in_flight < self.most_held
             ):
                 place = self.place(action)
                 if (
@@ -89,8 +89,8 @@ class _Squeezing:
             seen.add((action.stage, action.kind))
             if len(seen) == 2 * len(self.order.placement.stages_on(rank)):
                 return None
-            held += 1 if is_forward else -1
-            most = max(most, held)
+            in_flight += 1 if is_forward else -1
+            most_in_flight = max(most_in_flight, in_flight)
         return None
 
     def place(self, action: Action) -> int:

@@ -131,10 +131,10 @@ def _most_held(p: int, cap: float | None) -> int:
 
 
 def _step_units(s: Terms) -> float | None:
-    held = _most_held(s.p, s.cap)
+    most_held = _most_held(s.p, s.cap)
     return (
-        s.work + (3 * s.p - 1 - held) * s.f / 2
-        if s.n >= 2 * s.p and 4 * held >= 7 * s.p and s.is_even
+        s.work + (3 * s.p - 1 - most_held) * s.f / 2
+        if s.n >= 2 * s.p and 4 * most_held >= 7 * s.p and s.is_even
         else None
     )
 
@@ -169,9 +169,9 @@ def v_adaptive(request: Request) -> Schedule:
         ConfigError: The cap is below V-Min's memory.
     """
     num_ranks = request.num_ranks
-    held = _most_held(request.num_ranks, request.cap)
+    most_held = _most_held(request.num_ranks, request.cap)
     least = _min_peak(num_ranks)
-    if held < 2 * least:
+    if most_held < 2 * least:
         raise ConfigError(
             "schedule.activation_cap",
             request.cap,
@@ -181,13 +181,13 @@ def v_adaptive(request: Request) -> Schedule:
     short = replace(request, num_micro_batches=min(request.num_micro_batches, 2 * num_ranks))
     costs = request.costs.of(v(num_ranks))
     tried = max(2, min(MAX_TRIED, SIZE_TRIED // num_ranks**2))
-    blocks = sorted(_blocks(num_ranks, held), reverse=True)[:tried]
+    blocks = sorted(_blocks(num_ranks, most_held), reverse=True)[:tried]
 
     def span(steps: Steps, waits: Waits) -> float:
-        return simulate(repeated("v_adaptive", short, steps, waits, held), costs).span
+        return simulate(repeated("v_adaptive", short, steps, waits, most_held), costs).span
 
     _, steps, waits = min((span(steps, waits), steps, waits) for _, steps, waits in blocks)
-    return repeated("v_adaptive", request, steps, waits, held)
+    return repeated("v_adaptive", request, steps, waits, most_held)
 
 
 def _blocks(num_ranks: int, most_held: int) -> Iterator[tuple[int, Steps, Waits]]:
@@ -201,11 +201,11 @@ def _blocks(num_ranks: int, most_held: int) -> Iterator[tuple[int, Steps, Waits]
             begun = [(slots[place], slots[last - place]) for place in places]
             if len({slot % PERIOD for both in begun for slot in both}) < 4:
                 break
-            held = (
+            counts = (
                 sum((slot - f) // PERIOD - (slot - i - 1) // PERIOD for f, i in begun)
                 for slot in range(PERIOD)
             )
-            most = max(most, *held)
+            most = max(most, *counts)
         else:
             if most <= most_held:
                 yield most, steps, waits

@@ -68,15 +68,17 @@ def _head(rank: int) -> str:
 
 def _chunks(schedule: Schedule) -> dict[tuple[int, int], str]:
     """Return the letter of each stage, by direction and stage, where a rank holds several of a direction."""
-    found: dict[tuple[int, int], str] = {}
+    letters: dict[tuple[int, int], str] = {}
     for rank in range(schedule.num_ranks):
-        for way in range(schedule.num_directions):
-            mine = [place for place in schedule.placement.stages_on(rank) if place[0] == way]
-            found |= {
-                place: chr(ord("a") + i % 26) if len(mine) > 1 else ""
-                for i, place in enumerate(mine)
+        for direction in range(schedule.num_directions):
+            places = [
+                place for place in schedule.placement.stages_on(rank) if place[0] == direction
+            ]
+            letters |= {
+                place: chr(ord("a") + i % 26) if len(places) > 1 else ""
+                for i, place in enumerate(places)
             }
-    return found
+    return letters
 
 
 def _cell_chars(schedule: Schedule, chunk_of: dict[tuple[int, int], str]) -> int:

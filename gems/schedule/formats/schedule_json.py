@@ -44,9 +44,9 @@ def from_json(document: dict[str, Any]) -> Schedule:
     Raises:
         ConfigError: another schema, or a missing or malformed field.
     """
-    found = document.get("schema") if isinstance(document, dict) else None
-    if found not in (SCHEMA, WITH_STRIPS):
-        raise ConfigError("schema", found, f"allowed: {SCHEMA}, {WITH_STRIPS}")
+    schema = document.get("schema") if isinstance(document, dict) else None
+    if schema not in (SCHEMA, WITH_STRIPS):
+        raise ConfigError("schema", schema, f"allowed: {SCHEMA}, {WITH_STRIPS}")
     try:
         rank_schedules = tuple(
             tuple(_action(*words) for words in actions) for actions in document["actions"]
@@ -69,7 +69,7 @@ def from_json(document: dict[str, Any]) -> Schedule:
             num_strips=int(document.get("strips", 1)),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ConfigError("schedule", "json", f"not of schema {found} ({error!r})") from error
+        raise ConfigError("schedule", "json", f"not of schema {schema} ({error!r})") from error
     return schedule
 
 

@@ -67,9 +67,9 @@ def from_torch_csv(text: str, name: str = "torch") -> Schedule:
                     f"stage {action.stage} is on rank {rank_of[action.stage]} and on rank {rank}",
                 )
     if not rank_of or set(rank_of) != set(range(len(rank_of))):
-        found = ", ".join(map(str, sorted(rank_of))) or "none"
+        numbers = ", ".join(map(str, sorted(rank_of))) or "none"
         raise ConfigError(
-            "schedule", name, f"its stages must be numbered from 0 on without gaps, not {found}"
+            "schedule", name, f"its stages must be numbered from 0 on without gaps, not {numbers}"
         )
     return Schedule(
         name=name,
@@ -87,7 +87,7 @@ def from_torch_csv(text: str, name: str = "torch") -> Schedule:
 
 def _actions(cell: str, line: int) -> list[Action]:
     overlapped = _OVERLAPPED.fullmatch(cell)
-    found = []
+    actions = []
     for word in overlapped[1].split(";") if overlapped else [cell]:
         if not word:
             continue
@@ -99,5 +99,5 @@ def _actions(cell: str, line: int) -> list[Action]:
                 f"is no compute action in line {line}",
                 "allowed: [stage]F|B|I|W[micro-batch], as in 0F3: torch's compute_only format",
             )
-        found.append(Action(Kind(match[2]), int(match[1]), int(match[3])))
-    return found
+        actions.append(Action(Kind(match[2]), int(match[1]), int(match[3])))
+    return actions

@@ -98,16 +98,16 @@ def find_schedule(request: Request, rivals: Iterable[Schedule] = ()) -> FoundSch
         ConfigError: The cap is below the least one that any allowed placement can keep.
     """
     rivals = list(rivals)
-    found = _at_cap(request, rivals)
+    best = _at_cap(request, rivals)
     if request.num_strips == 1 or request.cap is None:
-        return found
+        return best
     for cap in (rung for rung in reversed(RUNGS) if rung < (request.cap or 0.0)):
         lower = replace(request, cap=cap)
         if least_cap(lower) > cap + TOLERANCE:
             break
-        if _shortest(lower) < found.span * (1 - GAINED):
-            found = found.or_faster(_at_cap(lower, published_schedules(lower) if rivals else ()))
-    return found
+        if _shortest(lower) < best.span * (1 - GAINED):
+            best = best.or_faster(_at_cap(lower, published_schedules(lower) if rivals else ()))
+    return best
 
 
 def _shortest(request: Request) -> float:
@@ -116,12 +116,12 @@ def _shortest(request: Request) -> float:
     return min(
         _time_bound(
             request,
-            one.placement,
-            one.counts,
-            _any_strips_bound(request, one.placement, one.counts),
+            case.placement,
+            case.counts,
+            _any_strips_bound(request, case.placement, case.counts),
         )
-        for one, room in zip(problems, rooms, strict=True)
-        if room <= one.cap
+        for case, room in zip(problems, rooms, strict=True)
+        if room <= case.cap
     )
 
 
@@ -191,28 +191,28 @@ def _at_cap(request: Request, rivals: Iterable[Schedule]) -> FoundSchedule:
         )
     request, problems, rooms = _problems(request)
     _check(request, min(rooms) / SIZES_PER_UNIT)
-    possible = [one for one, room in zip(problems, rooms, strict=True) if room <= one.cap]
+    possible = [case for case, room in zip(problems, rooms, strict=True) if room <= case.cap]
     race = _Race(request)
     race.enter_rivals(rivals)
     budget = Budget(int(request.budget_s * STEPS_PER_S))
     least_of = {
-        one.placement: _any_strips_bound(request, one.placement, one.counts) for one in problems
+        case.placement: _any_strips_bound(request, case.placement, case.counts) for case in problems
     }
     bounds = {
-        one.name: _time_bound(request, one.placement, one.counts, least_of[one.placement])
-        for one in possible
+        case.name: _time_bound(request, case.placement, case.counts, least_of[case.placement])
+        for case in possible
     }
     num_tried, listed = _listed(
         request, _affordable(request, possible, budget), budget, bounds, race.span
     )
-    for one, method, schedule in listed:
+    for case, method, schedule in listed:
         race.enter(schedule, method)
         whole = with_whole_backwards(
             schedule, request.costs.of(schedule.placement), request.network, request.cap
         )
         if whole.rank_schedules != schedule.rank_schedules:
             race.enter(whole, method)
-        if race.schedule and one.num_steps * CHECK_STEPS * NUM_REPLAYED > budget.steps:
+        if race.schedule and case.num_steps * CHECK_STEPS * NUM_REPLAYED > budget.steps:
             break
     return _found(race, num_tried, min(bounds.values()), min(least_of.values()))
 
@@ -269,14 +269,16 @@ def _listed(
     only schedules that may be shorter than `limit` are listed.
     """
     if request.num_strips > 1:
-        costs = [request.costs.of(one.placement) for one in problems]
-        shortest = [bounds[one.name] for one in problems]
+        costs = [request.costs.of(case.placement) for case in problems]
+        shortest = [bounds[case.name] for case in problems]
         num_best = (
             NUM_REPLAYED
-            if any(request.network.takes_time(each.boundary_bytes) for each in costs)
+            if any(request.network.takes_time(stage_costs.boundary_bytes) for stage_costs in costs)
             else 1
         )
-        if any(any(each.split) or each.strip_loads for each in costs):  # a replay may be shorter
+        if any(
+            any(stage_costs.split) or stage_costs.strip_loads for stage_costs in costs
+        ):  # a replay may be shorter
             num_best = NUM_REPLAYED
             limit = inf
             shortest = [0.0] * len(problems)
@@ -320,17 +322,17 @@ def _problems(request: Request) -> tuple[Request, list[Problem], list[int]]:
         costs = StripCosts(request.costs, num_strips)
         num = request.num_micro_batches * num_strips
         request = replace(request, costs=costs, num_micro_batches=num)
-    found = [
+    problems = [
         _problem(request, f"{name}-{i}", placement)
         for i, (name, placement) in enumerate(placements)
     ]
     if num_strips > 1:
-        return request, found, [least_strip_room(one, num_strips) for one in found]
+        return request, problems, [least_strip_room(case, num_strips) for case in problems]
     rooms = []
-    for one in found:
+    for case in problems:
         acts = [0, *(int(Act[name.upper()]) for name in request.allow)]
-        rooms.append(min(least_room(one, (*(act,) * (one.num_stages - 1), 0)) for act in acts))
-    return request, found, rooms
+        rooms.append(min(least_room(case, (*(act,) * (case.num_stages - 1), 0)) for act in acts))
+    return request, problems, rooms
 
 
 def _problem(request: Request, name: str, placement: Placement) -> Problem:
@@ -348,27 +350,29 @@ def _placements(request: Request) -> list[tuple[str, Placement]]:
         ConfigError: The model's cut is given, and no allowed placement has this number of stages.
     """
     num_ranks = request.num_ranks
-    made = {
+    placements = {
         "linear": [linear(num_ranks)],
         "bidirectional": [bidirectional(num_ranks)],
         "v": [v(num_ranks)],
         "wave": [wave(num_ranks, chunks) for chunks in WAVE_CHUNKS],
     }
-    found = [
-        (name, placement) for name in request.placements or tuple(made) for placement in made[name]
+    named = [
+        (name, placement)
+        for name in request.placements or tuple(placements)
+        for placement in placements[name]
     ]
     fitting = [
-        (name, placement) for name, placement in found if request.allows(placement.num_stages)
+        (name, placement) for name, placement in named if request.allows(placement.num_stages)
     ]
     if not fitting and request.num_stages is not None:
         raise ConfigError(
             "parallel.boundaries",
             f"of {request.num_stages} stages",
-            f"must make one of {sorted({placement.num_stages for _, placement in found})} stages,"
+            f"must make one of {sorted({placement.num_stages for _, placement in named})} stages,"
             " those of the placements that schedule=capped may use",
             "leave it out, and the search cuts the model too",
         )
-    return fitting or [min(found, key=lambda pair: pair[1].num_stages)]
+    return fitting or [min(named, key=lambda pair: pair[1].num_stages)]
 
 
 def _affordable(request: Request, problems: list[Problem], budget: Budget) -> list[Problem]:
@@ -376,18 +380,20 @@ def _affordable(request: Request, problems: list[Problem], budget: Budget) -> li
 
     There is at least one, the smallest.
     """
-    fitting = [one for one in problems if one.num_steps * CHECK_STEPS <= budget.steps * CHECK_SHARE]
-    chosen = fitting or [min(problems, key=lambda one: one.num_steps)]
-    budget.spend(min(budget.steps // 2, CHECK_STEPS * max(one.num_steps for one in chosen)))
+    fitting = [
+        case for case in problems if case.num_steps * CHECK_STEPS <= budget.steps * CHECK_SHARE
+    ]
+    chosen = fitting or [min(problems, key=lambda case: case.num_steps)]
+    budget.spend(min(budget.steps // 2, CHECK_STEPS * max(case.num_steps for case in chosen)))
     costs = request.costs
     cap = request.cap
     network = request.network
     bounds = {
-        one.name: rough_span(costs.of(one.placement), one.placement, one.counts, cap, network)
-        for one in chosen
+        case.name: rough_span(costs.of(case.placement), case.placement, case.counts, cap, network)
+        for case in chosen
     }
-    near = [one for one in chosen if bounds[one.name] <= NEAR * min(bounds.values())]
-    near.sort(key=lambda one: bounds[one.name])
+    near = [case for case in chosen if bounds[case.name] <= NEAR * min(bounds.values())]
+    near.sort(key=lambda case: bounds[case.name])
     return near[: NUM_WITH_ACTS if request.allow else NUM_PLACEMENTS]
 
 
@@ -418,7 +424,7 @@ def _any_strips_bound(request: Request, placement: Placement, counts: Sequence[i
     network = request.network
     shared = request.shared_latency
     latency, node_latency = (
-        max(0.0, each - shared) for each in (network.latency, network.node_latency)
+        max(0.0, seconds - shared) for seconds in (network.latency, network.node_latency)
     )
     least = replace(network, latency=latency, node_latency=node_latency)
     return any_strips_span_bound(costs, placement, counts, request.num_strips, request.cap, least)

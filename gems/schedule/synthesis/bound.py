@@ -40,14 +40,16 @@ def span_bound(
     longest = rough_span(costs, placement, counts, cap, network, allow)
     if cap is None or allow:
         return longest
-    ways = ways_of(costs, placement, counts, network)
+    directions = active_directions(costs, placement, counts, network)
     tightest: tuple[float, list[Peak], float] | None = None
     for rank in range(placement.num_ranks):
-        here = [(way, stages) for way in ways if (stages := way.stages[rank])]
+        here = [
+            (direction, stages) for direction in directions if (stages := direction.stages[rank])
+        ]
         if not here:
             continue
         room = _room(costs, sorted({stage for _, stages in here for stage in stages}), cap)
-        peaks = [_peak(costs, way, stages) for way, stages in here]
+        peaks = [_peak(costs, direction, stages) for direction, stages in here]
         span = _span(peaks, distance_by_memory_time(peaks, room))
         longest = max(longest, span, _fill_and_drain(costs, here, room))
         if tightest is None or span > tightest[0]:
@@ -75,41 +77,43 @@ def rough_span(
     schedules, Qi et al. 2024). Memory actions save memory-time as in `least_time`; recomputation
     and copies are considered independently, so the bound holds but may not be attained.
     """
-    ways = ways_of(costs, placement, counts, network)
-    longest = min(way.ends[-1] for way in ways) + costs.weight_grad[0]
+    directions = active_directions(costs, placement, counts, network)
+    longest = min(direction.ends[-1] for direction in directions) + costs.weight_grad[0]
     for rank in range(placement.num_ranks):
-        work = chain = held = 0.0
+        work = chain = memory_time = 0.0
         heads = []
         tails = []
         savings: dict[str, list[Saving]] = {"recompute": [], "offload": []}
-        for way in ways:
-            stages = way.stages[rank]
+        for direction in directions:
+            stages = direction.stages[rank]
             if stages:
-                heads.append(way.start(stages[0]))
-                tails.append(way.ends[-1] - way.back(stages[0]) + costs.weight_grad[0])
+                heads.append(direction.start(stages[0]))
+                tails.append(direction.ends[-1] - direction.back(stages[0]) + costs.weight_grad[0])
             for stage in stages:
-                chain += way.count * (costs.forward[stage] + costs.input_grad[stage])
-                work += way.count * costs.weight_grad[stage]
-                life = way.back(stage) - way.start(stage)
-                kept = (
+                chain += direction.count * (costs.forward[stage] + costs.input_grad[stage])
+                work += direction.count * costs.weight_grad[stage]
+                life = direction.back(stage) - direction.start(stage)
+                product = (
                     costs.activation[stage] * life
                     + costs.held_for_weights[stage] * costs.weight_grad[stage]
                 )
-                held += way.count * kept
+                memory_time += direction.count * product
                 for name in allow:
                     saved, paid = saving(costs, stage, life - costs.input_grad[stage], name)
                     if saved > 0:
-                        savings[name].append((way.count * saved, way.count * paid))
+                        savings[name].append((direction.count * saved, direction.count * paid))
         if heads:
             work = work + chain
             head = min(heads)
-            by_memory = work if cap is None else least_time(work, held, cap + CAP_SLACK, **savings)
+            by_memory = (
+                work if cap is None else least_time(work, memory_time, cap + CAP_SLACK, **savings)
+            )
             longest = max(longest, head + chain + min(tails), head + by_memory)
     return longest * (1 - SUMMING)
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Direction:
     """The micro-batches of one direction.
 
     `ends` are the least times from their start to the end of each operation. Operations are the
@@ -131,11 +135,11 @@ class Way:
         return self.ends[-1 - stage]
 
 
-def ways_of(
+def active_directions(
     costs: StageCosts, placement: Placement, counts: Sequence[int], network: Network
-) -> list[Way]:
+) -> list[Direction]:
     """Return the directions in which micro-batches run."""
-    found = []
+    directions = []
     for count, ranks in zip(counts, placement.ranks, strict=True):
         flights = network.hops(ranks, costs.boundary_bytes)
         times = (*costs.forward, *costs.input_grad[::-1])
@@ -144,8 +148,8 @@ def ways_of(
         for stage, rank in enumerate(ranks):
             stages[rank].append(stage)
         if count:
-            found.append(Way(count, costs, stages, tuple(ends)))
-    return found
+            directions.append(Direction(count, costs, stages, tuple(ends)))
+    return directions
 
 
 def _room(costs: StageCosts, stages: Sequence[int], cap: float) -> float:
@@ -166,30 +170,32 @@ def _room(costs: StageCosts, stages: Sequence[int], cap: float) -> float:
     return room
 
 
-def _peak(costs: StageCosts, way: Way, stages: Sequence[int]) -> Peak:
+def _peak(costs: StageCosts, direction: Direction, stages: Sequence[int]) -> Peak:
     """Return what a micro-batch must hold on a rank around the start of its last forward there."""
-    top = way.start(stages[-1])
+    top = direction.start(stages[-1])
     after = []
     for stage in stages:
-        left = costs.held_for_weights[stage]
-        end = way.back(stage) - top
-        after += [(end, costs.activation[stage] - left), (end + costs.weight_grad[stage], left)]
+        rest = costs.held_for_weights[stage]
+        end = direction.back(stage) - top
+        after += [(end, costs.activation[stage] - rest), (end + costs.weight_grad[stage], rest)]
     return Peak(
-        count=way.count,
+        count=direction.count,
         size=sum(costs.activation[stage] for stage in stages),
-        before=tuple((top - way.start(stage), costs.activation[stage]) for stage in stages),
+        before=tuple((top - direction.start(stage), costs.activation[stage]) for stage in stages),
         after=tuple(after),
         peak=top,
-        tail=way.ends[-1] + costs.weight_grad[0] - top,
+        tail=direction.ends[-1] + costs.weight_grad[0] - top,
         time=costs.forward[stages[-1]],
     )
 
 
 def _span(peaks: Sequence[Peak], distance: float) -> float:
-    return min(one.peak for one in peaks) + distance + min(one.tail for one in peaks)
+    return min(peak.peak for peak in peaks) + distance + min(peak.tail for peak in peaks)
 
 
-def _fill_and_drain(costs: StageCosts, here: Sequence[tuple[Way, list[int]]], room: float) -> float:
+def _fill_and_drain(
+    costs: StageCosts, here: Sequence[tuple[Direction, list[int]]], room: float
+) -> float:
     """Return a rank's work plus its least idle time at both ends of the step.
 
     The ends are before its first input gradient and after its last forward. Before the first input
@@ -201,23 +207,28 @@ def _fill_and_drain(costs: StageCosts, here: Sequence[tuple[Way, list[int]]], ro
     work = total = 0.0
     ahead: list[Saving] = []
     behind: list[Saving] = []
-    for way, stages in here:
+    for direction, stages in here:
         for stage in stages:
             size = costs.activation[stage]
-            left = costs.held_for_weights[stage]
+            rest = costs.held_for_weights[stage]
             weight_grad = costs.weight_grad[stage]
             forward = costs.forward[stage]
             backward = costs.input_grad[stage] + weight_grad
-            work += way.count * (forward + backward)
-            total += way.count * size
-            ahead.append((forward * way.count, size * way.count))
+            work += direction.count * (forward + backward)
+            total += direction.count * size
+            ahead.append((forward * direction.count, size * direction.count))
             # relative to its size, the more productive of the whole backward and the weight
             # gradient alone
-            least = min(size, left * backward / weight_grad if weight_grad else inf)
-            behind.append((backward * way.count, least * way.count))
+            least = min(size, rest * backward / weight_grad if weight_grad else inf)
+            behind.append((backward * direction.count, least * direction.count))
     if total <= room:
         return work
-    first = min(way.back(stages[-1]) - costs.input_grad[stages[-1]] for way, stages in here)
-    head = min(way.start(stages[0]) for way, stages in here)
-    last = min(way.ends[-1] + costs.weight_grad[0] - way.ends[stages[-1]] for way, stages in here)
+    first = min(
+        direction.back(stages[-1]) - costs.input_grad[stages[-1]] for direction, stages in here
+    )
+    head = min(direction.start(stages[0]) for direction, stages in here)
+    last = min(
+        direction.ends[-1] + costs.weight_grad[0] - direction.ends[stages[-1]]
+        for direction, stages in here
+    )
     return work + max(head, first - most_in(ahead, room)) + max(0.0, last - most_in(behind, room))

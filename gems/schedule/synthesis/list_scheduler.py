@@ -73,7 +73,7 @@ class ListScheduler:
         self.held = [[0] * problem.num_micro_batches for _ in ranks]
         self.peak = [[actings[m].peak_at_first[ways[m]][rank] for m in numbers] for rank in ranks]
         counts = [
-            [len(problem.stages_of(rank, way)) for way in range(problem.num_directions)]
+            [len(problem.rank_stages(rank, way)) for way in range(problem.num_directions)]
             for rank in ranks
         ]
         self.left = [[counts[rank][way] for way in ways] for rank in ranks]
@@ -165,7 +165,7 @@ class ListScheduler:
         coming = None
         wake = NEVER
         refused = -1
-        asked = 0
+        refused_size = 0
         for item in self.ready[rank]:
             key, m, operation, at = item
             if at > now:
@@ -191,12 +191,12 @@ class ListScheduler:
                 size = self.problem.moved[operation - 5 * num_stages]
             if not size:
                 return item, coming, wake
-            if 0 <= refused < m and size >= asked and (m - refused) % num_directions == 0:
+            if 0 <= refused < m and size >= refused_size and (m - refused) % num_directions == 0:
                 continue  # an earlier micro-batch of its direction did not get this room
             if self.has_room(rank, m, operation, size):
                 return item, coming, wake
             refused = m
-            asked = size
+            refused_size = size
         return None, coming, wake
 
     def has_room(self, rank: int, m: int, operation: int, size: int) -> bool:

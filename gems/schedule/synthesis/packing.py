@@ -51,12 +51,14 @@ def distance_by_memory_time(peaks: Sequence[Peak], cap: float) -> float:
     largest ratio of such memory-time to the size that it holds now. The same applies to the last
     peak.
     """
-    total = sum(one.count * (_memory_time(one.before) + _memory_time(one.after)) for one in peaks)
-    for sides in ([one.before for one in peaks], [one.after for one in peaks]):
+    total = sum(
+        peak.count * (_memory_time(peak.before) + _memory_time(peak.after)) for peak in peaks
+    )
+    for sides in ([peak.before for peak in peaks], [peak.after for peak in peaks]):
         ratio = max(map(_largest_ratio, sides))
         total -= max(
-            _memory_time(steps) + max(0.0, cap - one.size) * ratio
-            for one, steps in zip(peaks, sides, strict=True)
+            _memory_time(steps) + max(0.0, cap - peak.size) * ratio
+            for peak, steps in zip(peaks, sides, strict=True)
         )
     return max(0.0, total / cap) if cap else 0.0
 
@@ -70,12 +72,12 @@ def _largest_ratio(steps: Sequence[Step]) -> float:
 
     The maximum is over all times.
     """
-    largest = held = beyond = last = 0.0
+    largest = level = beyond = last = 0.0
     for time, size in [*sorted(steps, reverse=True), (0.0, 0.0)]:
-        if held and time < last:
-            beyond += held * (last - time)
-            largest = max(largest, beyond / held)
-        held = held + size
+        if level and time < last:
+            beyond += level * (last - time)
+            largest = max(largest, beyond / level)
+        level = level + size
         last = time
     return largest
 
@@ -130,26 +132,26 @@ def _next_distances(peak: Peak, cap: float, cell: float) -> list[list[int]]:
     first = cells(peak.time)
     most = max(before)[0] + max(after)[0] + first + 1
     room = ceil(cap * (1 + ROUNDING) * SIZES_PER_UNIT) + len(before)
-    found = [[first] * (most + 1) for _ in range(most + 1)]
+    distances = [[first] * (most + 1) for _ in range(most + 1)]
     total = sum(size for _, size in before)
     for time, coming in [
         (0, late),
         *((time, before) for time in sorted({time for time, _ in before})),
     ]:
-        held = [level(x - time) for x in range(2 * most + 1)]
+        levels = [level(x - time) for x in range(2 * most + 1)]
         own = total if coming is late else sum(size for back, size in before if back >= time)
         needs = [-sum(size for back, size in coming if back >= time + x) for x in range(most + 1)]
         least: dict[int, int] = {}
-        for last, row in enumerate(found):
-            left = room - own - held[last]
+        for last, row in enumerate(distances):
+            room_now = room - own - levels[last]
             for older in range(most + 1):
-                free = left - held[last + older]
+                free = room_now - levels[last + older]
                 distance = least.get(free)
                 if distance is None:
                     distance = least[free] = bisect_left(needs, -free) if free >= 0 else most + 1
                 if distance > row[older]:
                     row[older] = distance
-    return found
+    return distances
 
 
 def _shortest(next_distances: list[list[int]], num: int) -> float:

@@ -119,11 +119,11 @@ def pattern(
                 return None
             weights[stage] = start
         row += weights
-    held = _held(problem, acts, period, starts, again)
-    if held is None:
+    peaks = _held(problem, acts, period, starts, again)
+    if peaks is None:
         return None
     return Template(
-        period, tuple(map(tuple, starts)), sum(max(0, top - problem.cap) for top in held)
+        period, tuple(map(tuple, starts)), sum(max(0, top - problem.cap) for top in peaks)
     )
 
 
@@ -206,6 +206,6 @@ def _held(
                 base[rank] += (last // period - first // period) * amount
                 changes[rank] += ((first % period, amount), (last % period, -amount))
     return [
-        max(accumulate((change for _, change in sorted(some)), initial=level))
-        for level, some in zip(base, changes, strict=True)
+        max(accumulate((change for _, change in sorted(rank_changes)), initial=level))
+        for level, rank_changes in zip(base, changes, strict=True)
     ]

@@ -64,14 +64,14 @@ class Problem:
 
         It is relative to what the forward kept.
         """
-        return tuple(max(0, held - size) for held, size in zip(self.held, self.size, strict=True))
+        return tuple(max(0, rest - size) for rest, size in zip(self.held, self.size, strict=True))
 
     @property
     def num_steps(self) -> int:
         """The compute actions of a whole step, without recomputation."""
         return 3 * self.num_stages * self.num_micro_batches
 
-    def stages_of(self, rank: int, direction: int) -> list[int]:
+    def rank_stages(self, rank: int, direction: int) -> list[int]:
         """Return the stages that a rank holds in one direction, lowest first."""
         return [stage for way, stage in self.placement.stages_on(rank) if way == direction]
 
@@ -91,7 +91,7 @@ class Problem:
         """Return the ticks of one micro-batch over all stages, without recomputation."""
         return sum(self.time) + sum(self.weight_grad)
 
-    def work_of(self, stage: int) -> int:
+    def stage_work(self, stage: int) -> int:
         """Return the ticks of one micro-batch on a stage, without recomputation."""
         return (
             self.time[stage] + self.time[2 * self.num_stages - 1 - stage] + self.weight_grad[stage]
@@ -258,27 +258,29 @@ def _peaks(
     first = []
     for rank in range(problem.num_ranks):
         levels: list[tuple[int, int]] = []  # for each operation of the rank, in order
-        held = 0
-        stages = problem.stages_of(rank, direction)
+        level = 0
+        stages = problem.rank_stages(rank, direction)
         for stage in stages:
-            held += problem.boundary[stage] if acts[stage] == Act.RECOMPUTE else problem.size[stage]
-            levels.append((stage, held))
-            held -= problem.moved[stage] if acts[stage] == Act.OFFLOAD else 0
+            level += (
+                problem.boundary[stage] if acts[stage] == Act.RECOMPUTE else problem.size[stage]
+            )
+            levels.append((stage, level))
+            level -= problem.moved[stage] if acts[stage] == Act.OFFLOAD else 0
         for stage in reversed(stages):
             if acts[stage]:
                 is_recomputed = acts[stage] == Act.RECOMPUTE
-                held += (
+                level += (
                     problem.size[stage] - problem.boundary[stage]
                     if is_recomputed
                     else problem.moved[stage]
                 )
-                levels.append(((3 if is_recomputed else 5) * num_stages + stage, held))
-            levels.append((2 * num_stages - 1 - stage, held + problem.grows[stage]))
-            held -= problem.size[stage]
+                levels.append(((3 if is_recomputed else 5) * num_stages + stage, level))
+            levels.append((2 * num_stages - 1 - stage, level + problem.grows[stage]))
+            level -= problem.size[stage]
         most = 0
-        for operation, level in reversed(levels):
+        for operation, peak_level in reversed(levels):
             table[operation] = most
-            most = max(most, level)
+            most = max(most, peak_level)
         first.append(most)
     return tuple(first), tuple(table)
 

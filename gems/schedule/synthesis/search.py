@@ -146,17 +146,17 @@ class Search:
 
         The size of a period is its number of micro-batches.
         """
-        cases = [
+        assignments = [
             (problem, acts)
             for problem in self.problems
             for acts in acts_to_try(problem, self.allow)
         ]
-        found: list[Case] = [
-            (problem, acts, GREEDY, free_running(problem, acts)) for problem, acts in cases
+        cases: list[Case] = [
+            (problem, acts, GREEDY, free_running(problem, acts)) for problem, acts in assignments
         ]
         cells = [
             (problem, acts, times * problem.num_directions)
-            for problem, acts in cases
+            for problem, acts in assignments
             for times in (1, 2)
             if times * problem.num_directions <= problem.num_micro_batches
         ]
@@ -167,36 +167,36 @@ class Search:
                 longest = fastest * PATTERN_SLACK * group * problem.ticks_per_unit / problem.grain
                 with budget.share(3.0 / (len(cells) - i + 2)) as own:
                     for template in patterns(problem, acts, group, own, longest):
-                        found.append((problem, acts, PATTERN, template))
+                        cases.append((problem, acts, PATTERN, template))
                         if not template.overflow:
                             fastest = min(fastest, _pace(problem, template))
                             better = anneal(problem, acts, template, own, self.random)
-                            found += [] if better is None else [(problem, acts, ANNEALING, better)]
+                            cases += [] if better is None else [(problem, acts, ANNEALING, better)]
         whole = [(in_whole_micro_batches(problem), acts, group) for problem, acts, group in cells]
         lower = [
-            (one, acts, group)
-            for one, acts, group in whole
-            if one and least_room(one, acts) <= one.cap
+            (whole_problem, acts, group)
+            for whole_problem, acts, group in whole
+            if whole_problem and least_room(whole_problem, acts) <= whole_problem.cap
         ]
         with self.budget.share(WHOLE_SHARE) as budget:
             for i, (problem, acts, group) in enumerate(lower):
                 with budget.share(3.0 / (len(lower) - i + 2)) as own:
-                    found += [
+                    cases += [
                         (problem, acts, PATTERN, template)
                         for template in patterns(problem, acts, group, own)
                     ]
-        made = [
+        solvable = [
             case
-            for case in found
+            for case in cases
             if case[2] != GREEDY and not case[3].overflow and is_small(*case[:2], case[3])
         ]
-        made.sort(key=lambda case: _pace(case[0], case[3]))
+        solvable.sort(key=lambda case: _pace(case[0], case[3]))
         budget = Budget(int(self.budget.steps * SOLVER_SHARE))  # the solver has its own time
-        for problem, acts, _, template in made[:NUM_SOLVED]:
+        for problem, acts, _, template in solvable[:NUM_SOLVED]:
             better = solve(problem, template, budget, self.seed)
-            found += [] if better is None else [(problem, acts, SOLVER, better)]
+            cases += [] if better is None else [(problem, acts, SOLVER, better)]
         return sorted(
-            found,
+            cases,
             key=lambda case: (case[2] == GREEDY or case[3].overflow > 0, _pace(case[0], case[3])),
         )
 

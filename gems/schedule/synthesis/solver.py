@@ -34,15 +34,15 @@ def solve(problem: Problem, template: Template, budget: Budget, seed: int) -> Te
     One worker and the solver's own deterministic time make the result the same on any machine.
     """
     group = template.num_micro_batches
-    found = None
+    best = None
     floor = least_period(problem, (0,) * problem.num_stages, group)
     period = template.period
     while (period := period - max(1, period // 40)) >= floor and budget.spend(STEPS_A_PERIOD):
         better = _at_period(problem, group, period, seed)
         if better is None:
             break
-        found = better
-    return found
+        best = better
+    return best
 
 
 def _at_period(problem: Problem, group: int, period: int, seed: int) -> Template | None:
@@ -133,11 +133,11 @@ def _add_cap(
         lives = [
             (g, stage)
             for g in range(len(length))
-            for stage in problem.stages_of(rank, g % problem.num_directions)
+            for stage in problem.rank_stages(rank, g % problem.num_directions)
         ]
         for at in lives:
             moment = slots[at]
-            held = []
+            terms = []
             for g, stage in lives:
                 weight = 2 * problem.num_stages + stage
                 size = -(-problem.size[stage] // unit)
@@ -150,5 +150,5 @@ def _add_cap(
                 # not after the moment
                 model.add(end <= moment).only_enforce_if(ended)
                 model.add(end <= moment + period).only_enforce_if(~wraps)
-                held.append(size * (turns[g, weight] - turns[g, stage] + begun - ended + wraps))
-            model.add(sum(held) <= problem.cap // unit)
+                terms.append(size * (turns[g, weight] - turns[g, stage] + begun - ended + wraps))
+            model.add(sum(terms) <= problem.cap // unit)

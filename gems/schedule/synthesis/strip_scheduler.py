@@ -16,7 +16,13 @@ from gems.schedule.placement import Placement
 from gems.schedule.registry import CAPPED
 from gems.schedule.schedule import Schedule
 from gems.schedule.strips import strip_costs
-from gems.schedule.synthesis.bound import CAP_SLACK, ROUNDING, SUMMING, rough_span, ways_of
+from gems.schedule.synthesis.bound import (
+    CAP_SLACK,
+    ROUNDING,
+    SUMMING,
+    active_directions,
+    rough_span,
+)
 from gems.schedule.synthesis.problem import Problem
 from gems.schedule.synthesis.templates import Budget
 
@@ -57,9 +63,9 @@ class StripScheduler:
         ranks = range(problem.num_ranks)
         self.keys: list[list[Key]] = [
             [
-                (way, stage)
-                for way in range(problem.num_directions)
-                for stage in problem.stages_of(rank, way)
+                (direction, stage)
+                for direction in range(problem.num_directions)
+                for stage in problem.rank_stages(rank, direction)
             ]
             for rank in ranks
         ]
@@ -75,14 +81,18 @@ class StripScheduler:
         }
         self.free, self.used, self.oldest = ([0] * problem.num_ranks for _ in range(3))
         self.work = [
-            sum(problem.num_in(way) * problem.work_of(stage) for way, stage in self.keys[rank])
+            sum(
+                problem.num_in(direction) * problem.stage_work(stage)
+                for direction, stage in self.keys[rank]
+            )
             for rank in ranks
         ]
         num_whole = problem.num_micro_batches // num_strips
         self.held = [[0] * num_whole for _ in ranks]
         self.left = [
             [
-                sum(way == m % problem.num_directions for way, _ in self.keys[r]) * num_strips
+                sum(direction == m % problem.num_directions for direction, _ in self.keys[r])
+                * num_strips
                 for m in range(num_whole)
             ]
             for r in ranks
@@ -90,11 +100,11 @@ class StripScheduler:
         self.rank_schedules: list[list[Action]] = [[] for _ in ranks]
         self.events: list[tuple[int, int]] = []
         self.span = 0.0
-        for way in range(problem.num_directions):
-            self.arrivals[_F][way, 0] = [0] * (
-                len(range(way, num_whole, problem.num_directions)) * num_strips
+        for direction in range(problem.num_directions):
+            self.arrivals[_F][direction, 0] = [0] * (
+                len(range(direction, num_whole, problem.num_directions)) * num_strips
             )
-            heappush(self.events, (0, problem.rank[way][0]))
+            heappush(self.events, (0, problem.rank[direction][0]))
         events = self.events
         free = self.free
         while events:
@@ -121,7 +131,7 @@ class StripScheduler:
     def decide(self, now: int, rank: int) -> None:
         """Start the next operation of an idle rank, if any may run; later arrivals retry."""
         for kind in self.order:
-            found: tuple[int, int, int, Key] | None = None
+            first: tuple[int, int, int, Key] | None = None
             is_queued = kind in self.queued
             for key in self.keys[rank]:
                 count = self.started[kind][key]
@@ -129,12 +139,12 @@ class StripScheduler:
                     continue
                 m = self.whole(key, count)
                 came = self.arrivals[kind][key][count] if is_queued else 0
-                if (found is None or (m, came, -key[1]) < found[:3]) and (
+                if (first is None or (m, came, -key[1]) < first[:3]) and (
                     kind is not _F or self.has_room(rank, m, key[1])
                 ):
-                    found = m, came, -key[1], key
-            if found is not None:
-                self.start(now, rank, kind, found[3], found[0])
+                    first = m, came, -key[1], key
+            if first is not None:
+                self.start(now, rank, kind, first[3], first[0])
                 return
 
     def is_ready(self, kind: Kind, key: Key, count: int, now: int) -> bool:
@@ -158,14 +168,14 @@ class StripScheduler:
     def claim(self, rank: int, m: int) -> int:
         """Return the sizes that a rank still has to allocate for a micro-batch."""
         num = self.num_strips
-        ways = self.problem.num_directions
-        way = m % ways
-        end = (m // ways + 1) * num
+        directions = self.problem.num_directions
+        direction = m % directions
+        end = (m // directions + 1) * num
         counts = self.started[_F]
         return sum(
             self.size[key[1]] * min(num, max(0, end - counts[key]))
             for key in self.keys[rank]
-            if key[0] == way
+            if key[0] == direction
         )
 
     def start(self, now: int, rank: int, kind: Kind, key: Key, m: int) -> None:
@@ -176,16 +186,16 @@ class StripScheduler:
             self.span = inf
             self.events.clear()
             return
-        (way, stage), last = key, problem.num_stages - 1
+        (direction, stage), last = key, problem.num_stages - 1
         count = self.started[kind][key]
         self.started[kind][key] += 1
         strip = count % num if kind is _F else num - 1 - count % num
-        self.rank_schedules[rank].append(Action(kind, stage, m * num + strip, way))
+        self.rank_schedules[rank].append(Action(kind, stage, m * num + strip, direction))
         if kind is _F:
             end = now + problem.time[stage]
             self.take(rank, m, self.size[stage])
             if stage < last:
-                self.arrive(_F, (way, stage + 1), end + problem.lag[way][stage + 1])
+                self.arrive(_F, (direction, stage + 1), end + problem.lag[direction][stage + 1])
             elif strip == num - 1:
                 self.arrive(_I, key, end)
         elif kind is _I:
@@ -193,7 +203,7 @@ class StripScheduler:
             end = now + problem.time[operation]
             self.take(rank, m, problem.held[stage] - self.size[stage])
             if stage:
-                self.arrive(_I, (way, stage - 1), end + problem.lag[way][operation + 1])
+                self.arrive(_I, (direction, stage - 1), end + problem.lag[direction][operation + 1])
             if stage == last and strip:
                 self.arrive(_I, key, end)
         else:
@@ -244,7 +254,7 @@ def strip_schedules(
                 if own.spend(STEPS_PER_OPERATION * problem.num_steps) or not tried:
                     tried.append((number, least, rule, problem))
     best: list[StripScheduler] = []
-    for _, least, rule, problem in sorted(tried, key=lambda each: each[:2]):
+    for _, least, rule, problem in sorted(tried, key=lambda attempt: attempt[:2]):
         if least < limit * (1 - SLACK):
             run = StripScheduler(problem, num_strips, rule, limit * problem.ticks_per_unit)
             best = sorted([*best, run], key=_span)[:num_best] if run.span < inf else best
@@ -263,9 +273,9 @@ def least_strip_room(problem: Problem, num_strips: int) -> int:
     """
     sizes = [max(both) for both in zip(problem.size, problem.held, strict=True)]
     return num_strips * max(
-        sum(sizes[stage] for stage in problem.stages_of(rank, way))
+        sum(sizes[stage] for stage in problem.rank_stages(rank, direction))
         for rank in range(problem.num_ranks)
-        for way in range(problem.num_directions)
+        for direction in range(problem.num_directions)
     )
 
 
@@ -289,11 +299,11 @@ def strips_span_bound(
     if cap is None:
         return 0.0
     longest = 0.0
-    ways = ways_of(costs, placement, counts, network)
+    directions = active_directions(costs, placement, counts, network)
     for rank in range(placement.num_ranks):
-        here = [(way, way.stages[rank]) for way in ways]
-        held = [num_strips * sum(costs.activation[s] for s in stages) for _, stages in here]
-        room = [cap * (1 + ROUNDING) + CAP_SLACK - each for each in held]
+        here = [(direction, direction.stages[rank]) for direction in directions]
+        sizes = [num_strips * sum(costs.activation[s] for s in stages) for _, stages in here]
+        room = [cap * (1 + ROUNDING) + CAP_SLACK - rest for rest in sizes]
         work = {
             s: costs.forward[s] + costs.input_grad[s] + costs.weight_grad[s]
             for _, stages in here
@@ -306,14 +316,17 @@ def strips_span_bound(
             for s in work
             for size in (min(costs.activation[s], costs.held_for_weights[s]),)
         )
-        is_alone = rate < inf and all(0 <= each < min(held) for each in room)
+        is_alone = rate < inf and all(0 <= rest < min(sizes) for rest in room)
         span = 0.0
-        for (way, stages), free in zip(here, room, strict=True):
+        for (direction, stages), free in zip(here, room, strict=True):
             last = stages[-1]
-            away = way.back(last) - costs.input_grad[last] - way.ends[last]
+            away = direction.back(last) - costs.input_grad[last] - direction.ends[last]
             idle = max(0.0, away - free * rate) if is_alone else 0.0
-            span += way.count * sum(work[s] for s in stages) + way.count // num_strips * idle
-        longest = max(longest, span + min(way.start(stages[0]) for way, stages in here))
+            span += (
+                direction.count * sum(work[s] for s in stages)
+                + direction.count // num_strips * idle
+            )
+        longest = max(longest, span + min(direction.start(stages[0]) for direction, stages in here))
     return longest * (1 - SUMMING)
 
 
@@ -335,8 +348,8 @@ def any_strips_span_bound(
     small = strip_costs(costs, VANISHING)
     many = [count * VANISHING for count in counts]
     passes = [
-        _pass(costs, placement, way, num_strips, network)
-        for way, count in enumerate(counts)
+        _pass(costs, placement, direction, num_strips, network)
+        for direction, count in enumerate(counts)
         if count
     ]
     return max(
@@ -347,14 +360,14 @@ def any_strips_span_bound(
 
 
 def _pass(
-    costs: StageCosts, placement: Placement, way: int, num_strips: int, network: Network
+    costs: StageCosts, placement: Placement, direction: int, num_strips: int, network: Network
 ) -> float:
     """Return the least time in which one micro-batch passes the stages, and its gradients return.
 
     On every rank, each of the two takes the path to the rank, the work of the rank, and the path
     onwards.
     """
-    ranks = placement.ranks[way]
+    ranks = placement.ranks[direction]
     reach = [0.0, *accumulate(network.hops(ranks, (0.0,) * len(ranks)))]
     forward = backward = 0.0
     for rank in set(ranks):

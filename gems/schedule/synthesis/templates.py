@@ -62,12 +62,12 @@ def in_whole_micro_batches(problem: Problem) -> Problem | None:
     one micro-batch, too much of the cap would be lost; with more than three, the lost part is
     small.
     """
-    held = [
-        problem.stages_of(rank, way)
+    stages_held = [
+        problem.rank_stages(rank, direction)
         for rank in range(problem.num_ranks)
-        for way in range(problem.num_directions)
+        for direction in range(problem.num_directions)
     ]
-    heaviest = max(1, *(sum(problem.size[stage] for stage in stages) for stages in held))
+    heaviest = max(1, *(sum(problem.size[stage] for stage in stages) for stages in stages_held))
     whole = problem.cap // heaviest
     is_between = whole in WHOLE and problem.cap - whole * heaviest > heaviest // 1000
     return replace(problem, cap=whole * heaviest) if is_between else None
@@ -153,10 +153,10 @@ def patterns(
         for phases in _phases(period, group):
             if not budget.spend(steps):
                 break
-            found = pattern(problem, acts, period, phases)
-            if found is not None and (best is None or found.overflow < best.overflow):
-                best = found
-                if not found.overflow:
+            template = pattern(problem, acts, period, phases)
+            if template is not None and (best is None or template.overflow < best.overflow):
+                best = template
+                if not template.overflow:
                     break
         if best is not None and not best.overflow:
             break
@@ -196,15 +196,15 @@ def anneal(
     steps = 2 * template.num_micro_batches * problem.num_stages
     floor = least_period(problem, acts, group)
     period = max(floor, template.period - max(1, template.period // 40))
-    found: Template | None = None
+    best: Template | None = None
     with budget.share(SHARE) as own:
-        while period < (found or template).period:
+        while period < (best or template).period:
             better = _at_period(problem, acts, group, period, own, random, steps)
             if better is None:
                 break
-            found = better
+            best = better
             period = max(floor, period - max(1, period // 40))
-    return found
+    return best
 
 
 def _at_period(
@@ -221,13 +221,13 @@ def _at_period(
     phases = [g * period // group for g in range(group)]
     longest = max(max(problem.time_grains), 2)
     delays = (1, 1, 2, longest // 2, longest)
-    current = best = float("inf")
-    found: Template | None = None
-    left = ROUNDS
+    current = best_cost = float("inf")
+    best_template: Template | None = None
+    rounds_left = ROUNDS
     for turn in range(ROUNDS + LATENCY_ROUNDS):
-        if not left or not budget.spend(steps):
+        if not rounds_left or not budget.spend(steps):
             break
-        left -= 1
+        rounds_left -= 1
         g = random.randrange(group)
         operation = random.randrange(num_operations)
         was = stalls[g][operation]
@@ -236,21 +236,23 @@ def _at_period(
             phases[g] = random.randrange(period) if g else 0
         elif turn:
             stalls[g][operation] = 0 if was and random.random() < 0.6 else random.choice(delays)
-        made = pattern(problem, acts, period, phases, stalls)
+        variant = pattern(problem, acts, period, phases, stalls)
         cost = float("inf")
         # size above the cap, in the largest stage's activations, plus a small part of the latency
-        if made is not None:
-            latency = sum(row[2 * problem.num_stages - 1] - row[0] for row in made.starts) / period
-            cost = made.overflow / max(problem.size) + LATENCY_WEIGHT * latency
-        if made is not None and not made.overflow and cost < best:
-            left = LATENCY_ROUNDS if found is None else left
-            found = made
-            best = cost
-        heat = (1.0 - turn / (ROUNDS + LATENCY_ROUNDS)) if found is None else COLD
+        if variant is not None:
+            latency = (
+                sum(row[2 * problem.num_stages - 1] - row[0] for row in variant.starts) / period
+            )
+            cost = variant.overflow / max(problem.size) + LATENCY_WEIGHT * latency
+        if variant is not None and not variant.overflow and cost < best_cost:
+            rounds_left = LATENCY_ROUNDS if best_template is None else rounds_left
+            best_template = variant
+            best_cost = cost
+        heat = (1.0 - turn / (ROUNDS + LATENCY_ROUNDS)) if best_template is None else COLD
         if cost <= current or (
             cost < float("inf") and random.random() < exp((current - cost) / heat)
         ):
             current = cost
         else:
             stalls[g][operation], phases[g] = was, phase
-    return found
+    return best_template

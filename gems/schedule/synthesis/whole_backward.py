@@ -38,23 +38,23 @@ def with_whole_backwards(
     if not any(costs.split) or not schedule.has_split_backward:
         return schedule
     stages = range(schedule.num_stages)
-    left = MAX_SIMULATED
+    actions_left = MAX_SIMULATED
 
-    def span_of(joinings: Sequence[Joining]) -> float:
-        nonlocal left
-        left -= sum(map(len, schedule.rank_schedules))
+    def joined_span(joinings: Sequence[Joining]) -> float:
+        nonlocal actions_left
+        actions_left -= sum(map(len, schedule.rank_schedules))
         try:
             return simulate(_joined(schedule, joinings), costs, network, cap).span
         except ScheduleError:  # this order has no room under the cap
             return inf
 
-    spans = {(one,) * len(stages): span_of((one,) * len(stages)) for one in Joining}
+    spans = {(joining,) * len(stages): joined_span((joining,) * len(stages)) for joining in Joining}
     best = min(spans, key=spans.__getitem__)
     for stage in stages:
-        for one in Joining:
-            tried = (*best[:stage], one, *best[stage + 1 :])
-            if tried not in spans and left > 0:
-                spans[tried] = span_of(tried)
+        for joining in Joining:
+            tried = (*best[:stage], joining, *best[stage + 1 :])
+            if tried not in spans and actions_left > 0:
+                spans[tried] = joined_span(tried)
         best = min(spans, key=spans.__getitem__)
     return _joined(schedule, best)
 
