@@ -60,7 +60,7 @@ class MemoryCase:
             yield timeline.peak_bytes
 
     def static_blocks(self, rank: int) -> Iterator[int]:
-        """Yield the sizes in bytes of what a rank holds throughout a step."""
+        """Yield the sizes in bytes of the allocations that a rank holds throughout a step."""
         return static_blocks(
             self.profile, self.schedule, rank, self.boundaries, OPTIMIZERS[self.optimizer]
         )
@@ -107,7 +107,7 @@ class MemoryCase:
         as_run = replace(outcome, costs=costs, paces=self.paces)
         # the ranks have already been walked
         as_run.__dict__.update(
-            (name, found) for name, found in outcome.__dict__.items() if name == "ranks"
+            (name, value) for name, value in outcome.__dict__.items() if name == "ranks"
         )
         return as_run
 
@@ -125,10 +125,10 @@ class MemoryCase:
 class PlanOutcome:
     """A plan with its lowered schedule and costs.
 
-    Each rank's bytes, and the step, are computed on first access. Without a `case` no layers are
-    known, and therefore no bytes of ranks. `cap` is the most that a rank may hold, in the costs'
-    unit of size; under it the step waits for copies to the host. `paces` has the disturbances of
-    each replica.
+    The bytes of ranks and the step are computed on first access. Without a `case`, the layers and
+    so the bytes of ranks are unknown. `cap` is the most that a rank may hold, in the costs' unit of
+    size; the step waits for copies to the host that keep it. `paces` has the disturbances of each
+    replica.
     """
 
     plan: MemoryPlan
@@ -141,7 +141,7 @@ class PlanOutcome:
 
     @property
     def is_segmented(self) -> bool:
-        """Whether stages run in segments, as every policy but keeping has them."""
+        """Whether stages run in segments; only memory=keep has whole stages."""
         return any(self.schedule.num_segments)
 
     @cached_property
@@ -184,7 +184,7 @@ class PlanOutcome:
         return self.simulation.span
 
     def to_json(self) -> dict[str, Any]:
-        """Return the predictions, an entry per rank, for comparison with what a run measures."""
+        """Return the predictions, with an entry per rank, for comparison with a run."""
         return {
             "step_s": self.step_s,
             "peak_bytes": list(self.peak_bytes),
@@ -197,17 +197,17 @@ class PlanOutcome:
 class Exposure:
     """The cost of a segment in a step, over all its micro-batches and directions, in seconds."""
 
-    copy_s: float = 0.0  # of its copies both ways
-    exposed_s: float = 0.0  # what ranks wait for them
-    again_s: float = 0.0  # of its recomputes
-    moved_bytes: int = 0  # by its copies out
-    out_s: float | None = None  # when the copy out of its first micro-batch begins
-    back_s: float | None = None  # when that one's copy back ends
+    copy_s: float = 0.0  # both ways
+    exposed_s: float = 0.0  # time for which ranks wait for copies
+    again_s: float = 0.0  # recomputation
+    moved_bytes: int = 0  # by copies out
+    out_s: float | None = None  # start of the first micro-batch's copy out
+    back_s: float | None = None  # end of its copy back
 
 
 def exposures(outcome: PlanOutcome) -> dict[Place, Exposure]:
     """Return the cost of each segment of a plan in the simulated step."""
-    found: dict[Place, Exposure] = {}
+    costs: dict[Place, Exposure] = {}
     for rank, timeline in enumerate(outcome.ranks):
         starts = outcome.simulation.start[rank]
         ends = outcome.simulation.end[rank]
@@ -219,15 +219,15 @@ def exposures(outcome: PlanOutcome) -> dict[Place, Exposure]:
             if action.segment is None:
                 free = max(free, end) if kind in COMPUTE_KINDS else free
                 continue
-            one = found.setdefault(place_of(action), Exposure())
+            exposure = costs.setdefault(place_of(action), Exposure())
             if kind is Kind.OFFLOAD:
-                one.copy_s = one.copy_s + end - start
-                one.moved_bytes += point.moved_bytes
-                one.out_s = start if one.out_s is None else one.out_s
+                exposure.copy_s = exposure.copy_s + end - start
+                exposure.moved_bytes += point.moved_bytes
+                exposure.out_s = start if exposure.out_s is None else exposure.out_s
             elif kind is Kind.PREFETCH:
                 arrival[action] = end
-                one.copy_s = one.copy_s + end - start
-                one.back_s = end if one.back_s is None else one.back_s
+                exposure.copy_s = exposure.copy_s + end - start
+                exposure.back_s = end if exposure.back_s is None else exposure.back_s
             elif kind in COMPUTE_KINDS or kind in WAIT_KINDS:
                 ready = start
                 if kind is not Kind.FREE:
@@ -237,7 +237,7 @@ def exposures(outcome: PlanOutcome) -> dict[Place, Exposure]:
                         if need in arrival
                     ]
                     ready = min(start, max(copies, default=free))
-                one.exposed_s += max(0.0, ready - free)
-                one.again_s += end - start if kind is Kind.R else 0.0
+                exposure.exposed_s += max(0.0, ready - free)
+                exposure.again_s += end - start if kind is Kind.R else 0.0
                 free = end
-    return found
+    return costs

@@ -89,17 +89,17 @@ class HeldCounts(NamedTuple):
     """The number of micro-batches of a stage and direction that hold each kind of tensor."""
 
     stashes: int = 0  # saved tensors, between forward and backward
-    weights: int = 0  # what W needs, between I and W
-    # from the posting of their receive to the end of the backward (of W if it is split; of the
-    # forward if they leave)
+    weights: int = 0  # tensors for W, between I and W
+    # from the posting of the receive to the end of the backward (of W if split; of the forward if
+    # the inputs are offloaded)
     inputs: int = 0
-    # received ones, for the same time, except the one that the running backward uses
+    # received output gradients, for the same time, except the one in use by the running backward
     gradients: int = 0
-    outputs: int = 0  # given to a send that may not have left before the next action ends
+    outputs: int = 0  # in sends that may last until the next action ends
     input_gradients: int = 0  # likewise
-    images: int = 0  # of the whole step
+    images: int = 0  # for the whole step
     slots: int = 0  # of CUDA graphs, for the whole step
-    split_slots: int = 0  # those of a split backward
+    split_slots: int = 0  # slots of a split backward
 
 
 # the tables of `Spans` with the bytes of each field of HeldCounts, and with the transients of each
@@ -143,11 +143,11 @@ def boundary_tensors(
     their gradients, and the last one makes the outputs and reads their gradients.
     """
     counts = {
-        held: dict.fromkeys(HeldCounts._fields, 0) for held in schedule.placement.stages_on(rank)
+        key: dict.fromkeys(HeldCounts._fields, 0) for key in schedule.placement.stages_on(rank)
     }
     directions = list(schedule.whole_directions().values())
-    for (direction, stage), mine in counts.items():
-        mine["images"] = directions.count(direction) if stage == 0 else 0
+    for (direction, stage), stage_counts in counts.items():
+        stage_counts["images"] = directions.count(direction) if stage == 0 else 0
     if has_slots:
         split = split_stages(schedule, rank)
         for key, number in assign_slots(schedule, rank).counts.items():
@@ -168,13 +168,13 @@ def _count_boundary(
             is_at_end = segment == schedule.last_segment(stage)
             has_next = stage < schedule.num_stages - 1
             is_given = is_backward and is_at_end and has_next
-            # without slots, into which they are copied, they are among what the backward needs
+            # without slots, into which they are copied, they count among the transients
             counts[direction, stage]["gradients"] -= is_given and not has_slots
             yield action, False
             counts[direction, stage]["gradients"] -= is_given and has_slots
         if is_compute or kind in RANK_KINDS:
-            for each in counts.values():  # all that was sent before is gone
-                each["outputs"] = each["input_gradients"] = 0
+            for stage_counts in counts.values():  # earlier sends have completed
+                stage_counts["outputs"] = stage_counts["input_gradients"] = 0
         if is_compute:
             if is_at_end and has_next:
                 counts[direction, stage]["gradients"] += (kind is _I) - (kind is _W)
@@ -183,7 +183,7 @@ def _count_boundary(
             )
             if is_last_reader and not segment:
                 counts[direction, stage]["inputs"] -= stage > 0
-            # what another stage of this rank receives without a message
+            # handed to another stage of this rank without a message
             if kind is _F and is_at_end and (direction, stage + 1) in counts:
                 counts[direction, stage + 1]["inputs"] += 1
             if is_backward and not segment and (direction, stage - 1) in counts:
@@ -205,59 +205,60 @@ class Snapshot:
     def covers(self, other: Snapshot) -> bool:
         """Return whether every count is at least that in `other`, in the same kind of action."""
         return (self.active, self.kind) == (other.active, other.kind) and all(
-            mine >= theirs
+            count >= other_count
             for (_, counts), (_, others) in zip(self.counts, other.counts, strict=True)
-            for mine, theirs in zip(counts, others, strict=True)
+            for count, other_count in zip(counts, others, strict=True)
         )
 
 
 def peak_snapshots(schedule: Schedule, rank: int, has_slots: bool = False) -> tuple[Snapshot, ...]:
-    """Return the snapshots of a rank's lowered schedule that may be its peak: none covers another.
+    """Return the snapshots of a rank's lowered schedule that may be its peak.
 
-    Bytes that a copy moves to host memory count as freed when the copy is posted. If a rank
-    `has_slots` for CUDA graphs, they hold all that an action needs.
+    No snapshot covers another. Bytes that a copy moves to host memory count as freed when the copy
+    is posted. The slots of CUDA graphs (`has_slots`) contain everything that an action needs.
     """
     ones = (1.0,) * schedule.num_stages
     zeros = (0.0,) * schedule.num_stages
-    # in units of one stash; what W needs is counted apart
+    # in units of one stash; tensors for W are counted separately
     ledger = Ledger(
         schedule, StageCosts(zeros, zeros, zeros, ones, held_for_weights=zeros, boundary=zeros)
     )
     counts, actions = boundary_tensors(schedule, rank, has_slots)
     seen: set[Snapshot] = set()
-    found: list[Snapshot] = []
+    snapshots: list[Snapshot] = []
 
     def record(active: StageKey | None, kind: Kind) -> None:
         snapshot = Snapshot(
-            tuple((held, HeldCounts(**mine)) for held, mine in counts.items()), active, kind
+            tuple((key, HeldCounts(**stage_counts)) for key, stage_counts in counts.items()),
+            active,
+            kind,
         )
-        if snapshot not in seen and not any(other.covers(snapshot) for other in found):
-            found[:] = [*(other for other in found if not snapshot.covers(other)), snapshot]
+        if snapshot not in seen and not any(other.covers(snapshot) for other in snapshots):
+            snapshots[:] = [*(other for other in snapshots if not snapshot.covers(other)), snapshot]
         seen.add(snapshot)
 
     for action, has_run in actions:
         kind = action.kind
-        held = (action.direction, action.stage)
+        key = (action.direction, action.stage)
         if kind in RANK_KINDS or (has_slots and kind in COMPUTE_KINDS):
             record(None, _STEP)
         elif kind in COPY_KINDS:
-            counts[held]["stashes"] += 1 if kind is _PREFETCH else -1
+            counts[key]["stashes"] += 1 if kind is _PREFETCH else -1
         elif kind in COMPUTE_KINDS and has_run:
-            counts[held]["stashes"] += int(ledger.brings(action))
-            counts[held]["weights"] += (kind is _I) - (kind is _W)
+            counts[key]["stashes"] += int(ledger.brings(action))
+            counts[key]["weights"] += (kind is _I) - (kind is _W)
         elif kind in COMPUTE_KINDS:
-            counts[held]["stashes"] -= int(ledger.leaves(action))
-            record(held, kind)
-    return tuple(found)
+            counts[key]["stashes"] -= int(ledger.leaves(action))
+            record(key, kind)
+    return tuple(snapshots)
 
 
 class MemoryModel:
     """The prediction of each rank's peak in allocated bytes, in the order of its schedule.
 
-    It counts the memory of libraries, parameters, gradients and optimizer state, buffers,
-    activations in flight, boundary tensors, the largest transient, and data that waits to be sent.
-    The images of a step are on the device from its beginning to its end. Memory that torch's
-    allocator reserves beyond that is a separate prediction (`gems.memory.reserved`).
+    It covers libraries, parameters, gradients, optimizer state, buffers, activations in flight,
+    boundary tensors, the largest transient, pending sends, and the images of the whole step.
+    `gems.memory.reserved` predicts what torch's allocator reserves beyond that.
     """
 
     def __init__(self, spans: Spans, optimizer: Optimizer) -> None:
@@ -267,59 +268,59 @@ class MemoryModel:
 
     def rank_costs(self, schedule: Schedule) -> tuple[RankCosts, ...]:
         """Return the bytes of each rank of a lowered schedule, as tables over its layers."""
-        made: dict[object, RankCosts] = {}
-        listed = []
+        known: dict[object, RankCosts] = {}
+        costs = []
         for rank in range(schedule.num_ranks):
-            held = schedule.placement.stages_on(rank)
+            keys = schedule.placement.stages_on(rank)
             snapshots = peak_snapshots(schedule, rank, self._is_captured)
-            if (held, snapshots) not in made:
-                stages = tuple(sorted({stage for _, stage in held}))
+            if (keys, snapshots) not in known:
+                stages = tuple(sorted({stage for _, stage in keys}))
                 tables = tuple(
-                    tuple(cache(partial(self._of_stage, each, stage, ...)) for stage in stages)
-                    for each in snapshots
+                    tuple(cache(partial(self._of_stage, snapshot, stage, ...)) for stage in stages)
+                    for snapshot in snapshots
                 )
                 if len(stages) == 1:
                     tables = (
                         (
                             cache(
-                                lambda each=tables: reduce(
-                                    np.maximum, (table() for (table,) in each)
+                                lambda snapshot=tables: reduce(
+                                    np.maximum, (table() for (table,) in snapshot)
                                 )
                             ),
                         ),
                     )
-                made[held, snapshots] = RankCosts(stages, tables)
-            listed.append(made[held, snapshots])
-        return tuple(listed)
+                known[keys, snapshots] = RankCosts(stages, tables)
+            costs.append(known[keys, snapshots])
+        return tuple(costs)
 
     def peak_bytes(self, schedule: Schedule, boundaries: Sequence[int]) -> tuple[int, ...]:
         """Return each rank's peak bytes under one partition, without a table over all others."""
         spans = tuple(pairwise(boundaries))
-        found = []
+        peaks = []
         for rank in range(schedule.num_ranks):
             stages = sorted({stage for _, stage in schedule.placement.stages_on(rank)})
             snapshots = peak_snapshots(schedule, rank, self._is_captured)
-            found.append(
+            peaks.append(
                 max(
-                    sum(float(self._of_stage(each, s, spans[s])) for s in stages)
-                    for each in snapshots
+                    sum(float(self._of_stage(snapshot, s, spans[s])) for s in stages)
+                    for snapshot in snapshots
                 )
             )
-        return tuple(map(round, found))
+        return tuple(map(round, peaks))
 
     def _of_stage(self, snapshot: Snapshot, stage: int, where: Where) -> Any:
         """Return the bytes of one stage of a rank at a snapshot, in all directions of the rank."""
-        # the first stage of the rank counts what libraries hold
-        is_first = stage == min(held[1] for held, _ in snapshot.counts)
+        # the memory of libraries counts once, with the first stage of the rank
+        is_first = stage == min(key[1] for key, _ in snapshot.counts)
         total: Any = float(self._spans.profile.library_bytes * is_first)
-        for held, counts in snapshot.counts:
-            if held[1] != stage:
+        for key, counts in snapshot.counts:
+            if key[1] != stage:
                 continue
             total = total + self._static[where]
             for number, table in zip(counts, TABLES, strict=True):
                 if number:
                     total = total + number * getattr(self._spans, table)[where]
-            if snapshot.active == held:
+            if snapshot.active == key:
                 total = total + getattr(self._spans, _TRANSIENTS[snapshot.kind])[where]
         return total
 

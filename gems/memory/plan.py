@@ -1,4 +1,4 @@
-"""A memory plan: the treatment of each layer's saved tensors until backward, and its actions."""
+"""Memory plans: keep, offload or recompute saved tensors, segment by segment."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ from gems.schedule.action import Action, Kind
 from gems.schedule.schedule import Schedule
 
 SCHEMA = "gems.memory/1"
-KEEP = "keep"  # the policy that leaves all on the device
-PASS = "add_memory"  # the pass that puts a plan into a schedule
+KEEP = "keep"  # the policy that leaves everything on the device
+PASS = "add_memory"  # the pass that inserts a plan into a schedule
 Place = tuple[int, int]  # stage, and number of the segment in it
 
 
 class Choice(StrEnum):
     """The policy of a segment.
 
-    `KEEP` leaves what forward saved on the device. `OFFLOAD` copies it to host memory and back.
-    `RECOMPUTE` keeps the segment's inputs only and runs its forward again; `SELECTIVE` also keeps
-    what convolutions and matrix products gave, so that only normalisation, activation and pooling
-    are recomputed. `OFFLOAD_INPUTS` recomputes too, and copies the inputs to host memory and back
-    before the second run: activation checkpointing with offloaded checkpoints, which DeepSpeed
-    calls `cpu_checkpointing` and FairScale `offload_to_cpu` of a checkpoint wrapper. What a stage
-    is given by another one leaves only if it came in a message and the stage is one segment; else
-    the first segment is recomputed and nothing else. What strips are left by earlier ones leaves in
-    any case.
+    `KEEP` leaves the saved tensors on the device. `OFFLOAD` copies them to host memory and back.
+    `RECOMPUTE` keeps only the segment's inputs and runs its forward again; `SELECTIVE` also keeps
+    the results of convolutions and matrix products, so only normalization, activation and pooling
+    are recomputed. `OFFLOAD_INPUTS` recomputes, with the inputs in host memory until then
+    (DeepSpeed's `cpu_checkpointing`, FairScale's `offload_to_cpu` of a checkpoint wrapper). The
+    inputs of a stage are offloaded only if they were received in a message and the stage is one
+    segment; otherwise its first segment is only recomputed. Carries of strips are always offloaded.
     """
 
     KEEP = "keep"
@@ -40,7 +38,7 @@ class Choice(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Choice | None:
-        return cls.SELECTIVE if value == "cheap" else None  # its name in older plans
+        return cls.SELECTIVE if value == "cheap" else None  # the name in older plans
 
     @property
     def is_recomputed(self) -> bool:
@@ -49,12 +47,12 @@ class Choice(StrEnum):
 
     @property
     def is_copied(self) -> bool:
-        """Whether what the segment's forward keeps leaves for host memory."""
+        """Whether the segment's tensors are copied to host memory."""
         return self in (Choice.OFFLOAD, Choice.OFFLOAD_INPUTS)
 
     @property
     def uncopied(self) -> Choice:
-        """The choice that is left of it where no copy takes anything."""
+        """The equivalent choice without copies."""
         return {Choice.OFFLOAD: Choice.KEEP, Choice.OFFLOAD_INPUTS: Choice.RECOMPUTE}.get(
             self, self
         )
@@ -62,15 +60,13 @@ class Choice(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Neighbouring layers of a stage under one policy.
+    """Neighbouring layers of a stage under one policy: `first` up to `end`, counted over the model.
 
-    `first` up to `end`, counted over the whole model.
-    Of one that is copied, distances are counted in compute actions of the rank's list: `free_after`
-    is how many may run between the posting of the copy out and the waiting for its end, after which
-    the device memory is free (0: the rank waits at once); `ahead` how many run between the posting
-    of the copy back and the backward that needs it, or the recompute right before that backward (0:
-    on demand). With `is_awaited` the rank waits for the end of the copy back after the action that
-    was posted next.
+    The distances of copies are in compute actions of the rank. `free_after` actions may run between
+    the posting of the copy out and the wait for its end, which frees the device memory (0: the rank
+    waits at once). `ahead` actions run between the posting of the copy back and the backward, or
+    the recompute before it, that needs the data (0: on demand). If `is_awaited`, the rank waits for
+    the copy back after the next action.
     """
 
     first: int
@@ -83,13 +79,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The segments of every stage, first layer to last.
+    """The segments of every stage, from the first layer to the last.
 
-    All micro-batches and directions of a stage are alike.
-    `policy` names who made the plan. `least_bytes` is the size from which a saved storage is moved
-    at all. With `only_conv_inputs` an offloaded segment moves of what it saved what its
-    convolutions read, and no more. `counters` are figures that the policy gives of itself, such as
-    what LMS reclaims in a step.
+    They apply to all micro-batches and directions of a stage. `policy` is the name of the policy
+    that made the plan, and `counters` has its statistics. Saved storages below `least_bytes` are
+    never moved. If `only_conv_inputs`, offloaded segments move only inputs of convolutions.
     """
 
     policy: str
@@ -107,7 +101,7 @@ class MemoryPlan:
     def by_layer(
         cls, policy: str, boundaries: tuple[int, ...], layers: Mapping[int, Segment]
     ) -> MemoryPlan:
-        """Return the plan with a segment per layer, kept unless `layers` has another."""
+        """Return the plan with one segment per layer: that of `layers`, or else a kept one."""
         stages = tuple(
             tuple(layers.get(layer, Segment(layer, layer + 1)) for layer in range(first, end))
             for first, end in pairwise(boundaries)
@@ -116,20 +110,17 @@ class MemoryPlan:
 
     @property
     def boundaries(self) -> tuple[int, ...]:
-        """The boundaries of the partition that the plan is for."""
+        """The boundaries of the plan's partition."""
         return (*(stage[0].first for stage in self.stages), self.stages[-1][-1].end)
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether segments may run as CUDA graphs, which save all that layers save, or nothing."""
+        """Whether segments may run as CUDA graphs, which save all saved tensors or none."""
         choices = {segment.choice for segments in self.stages for segment in segments}
         return Choice.SELECTIVE not in choices
 
     def joined(self) -> MemoryPlan:
-        """Return the plan with neighbouring kept segments in one.
-
-        Fewer actions, and the same memory.
-        """
+        """Join neighbouring kept segments: fewer actions with the same memory."""
         stages = []
         for stage in self.stages:
             joined: list[Segment] = []
@@ -141,18 +132,18 @@ class MemoryPlan:
         return replace(self, stages=tuple(stages))
 
     def between(self, boundaries: Sequence[int]) -> MemoryPlan:
-        """Return the plan with other boundaries, of one with a segment for each stage."""
+        """Return the plan with other boundaries; each stage must be one segment."""
         cuts = list(pairwise(boundaries))
         return self.changed(
             lambda place, segment: replace(segment, first=cuts[place[0]][0], end=cuts[place[0]][1])
         )
 
     def segment(self, place: Place) -> Segment:
-        """Return a segment."""
+        """Return the segment at a place."""
         return self.stages[place[0]][place[1]]
 
     def changed(self, change: Callable[[Place, Segment], Segment]) -> MemoryPlan:
-        """Return the plan with each segment as a function returns it."""
+        """Return the plan with a function applied to every segment."""
         stages = tuple(
             tuple(change((stage, number), segment) for number, segment in enumerate(segments))
             for stage, segments in enumerate(self.stages)
@@ -168,11 +159,11 @@ class MemoryPlan:
         """Read a document of `to_json`.
 
         Raises:
-            ConfigError: another schema, or no whole plan.
+            ConfigError: the schema is another one, or the plan is incomplete.
         """
-        found = document.get("schema")
-        if found != SCHEMA:
-            raise ConfigError("memory plan", found, f"must be of schema {SCHEMA}")
+        schema = document.get("schema")
+        if schema != SCHEMA:
+            raise ConfigError("memory plan", schema, f"must be of schema {SCHEMA}")
         try:
             stages = tuple(
                 tuple(
@@ -195,26 +186,26 @@ class MemoryPlan:
 
 
 def place_of(action: Action) -> Place:
-    """Return the segment that an action of a segment acts on."""
+    """Return the stage and segment of an action."""
     return action.stage, action.segment or 0
 
 
 def plan_of_schedule(schedule: Schedule, boundaries: tuple[int, ...]) -> MemoryPlan:
-    """Return the plan of a schedule that has memory actions of its own: a segment for each stage.
+    """Return the plan of a schedule with memory actions of its own: one segment per stage.
 
-    Micro-batches may differ, so the choice of a segment only says what becomes of some of them.
+    The choice of a segment may hold for some micro-batches only.
     """
     kinds: dict[int, set[Kind]] = {}
     for _, action in schedule.actions():
         kinds.setdefault(action.stage, set()).add(action.kind)
 
     def choice(place: Place, segment: Segment) -> Segment:
-        found = kinds[place[0]]
+        stage_kinds = kinds[place[0]]
         choice = (
             Choice.OFFLOAD
-            if Kind.OFFLOAD in found
+            if Kind.OFFLOAD in stage_kinds
             else Choice.RECOMPUTE
-            if Kind.R in found
+            if Kind.R in stage_kinds
             else Choice.KEEP
         )
         return replace(segment, choice=choice)
@@ -225,13 +216,12 @@ def plan_of_schedule(schedule: Schedule, boundaries: tuple[int, ...]) -> MemoryP
 def add_memory(schedule: Schedule, plan: MemoryPlan) -> Schedule:
     """Split the actions of a compute-only schedule into segments, and add the plan's actions.
 
-    A schedule that has memory actions already (`plan_of_schedule`) keeps them, and only gets the
-    segments. A copied segment gets OFFLOAD after its forward, FREE and PREFETCH at the plan's
-    distances, and AWAIT if the plan says so. A recomputed segment gets R before its backward, and
-    after its PREFETCH; not so a strip whose backward follows its forward. Copies that are posted at
-    the same place come back in the order in which they are needed. If a copy would have to come
-    back before it has left, that micro-batch has no copy: this happens for the last ones before the
-    turn.
+    Memory actions that the schedule already has (`plan_of_schedule`) stay as they are. A copied
+    segment gets OFFLOAD after its forward, FREE and PREFETCH at the plan's distances, and AWAIT if
+    the plan has it. A recomputed segment gets R before its backward and after its PREFETCH, except
+    for a strip whose backward directly follows its forward. Copies posted at the same place return
+    in the order in which they are needed. A micro-batch whose copy would return before it has left
+    is not copied; these are the last ones before the turn.
     """
     if schedule.has_memory_actions:
         rank_schedules = tuple(
@@ -246,10 +236,10 @@ def add_memory(schedule: Schedule, plan: MemoryPlan) -> Schedule:
 
 
 def _may_leave(plan: MemoryPlan, schedule: Schedule, direction: int, place: Place) -> bool:
-    """Return whether anything that a segment keeps for its recomputation may leave.
+    """Return whether any input of a recomputed segment may be offloaded.
 
-    These are inputs that no other segment reads: segments after the first of a stage may read its
-    inputs. In strips it is also what earlier strips have left.
+    Only inputs that no other segment reads may; later segments may read the inputs of a stage. In
+    strips, carries always may.
     """
     stage, number = place
     return (
@@ -262,13 +252,13 @@ def _may_leave(plan: MemoryPlan, schedule: Schedule, direction: int, place: Plac
 def _with_memory(
     actions: tuple[Action, ...], plan: MemoryPlan, schedule: Schedule
 ) -> Iterator[Action]:
-    """Yield a rank's schedule in segments, and the actions before and after each."""
+    """Yield a rank's schedule in segments, with the plan's actions around them."""
     compute: list[Action] = []
     for action in actions:
         numbers = range(len(plan.stages[action.stage]))
         compute += [
-            action._replace(segment=each)
-            for each in (numbers if action.kind is Kind.F else reversed(numbers))
+            action._replace(segment=number)
+            for number in (numbers if action.kind is Kind.F else reversed(numbers))
         ]
     index_of = {action: index for index, action in enumerate(compute)}
     before: dict[int, list[Action]] = {}
@@ -281,12 +271,12 @@ def _with_memory(
             plan, schedule, action.direction, place_of(action)
         ):
             continue
-        made = index_of[action._replace(kind=Kind.F)]
-        free = made + segment.free_after
+        forward = index_of[action._replace(kind=Kind.F)]
+        free = forward + segment.free_after
         back = max(free + 1, index - segment.ahead)
         if free + 1 >= index:
             continue
-        after.setdefault(made, []).insert(0, action._replace(kind=Kind.OFFLOAD))
+        after.setdefault(forward, []).insert(0, action._replace(kind=Kind.OFFLOAD))
         after.setdefault(free, []).append(action._replace(kind=Kind.FREE))
         before.setdefault(back, []).append(action._replace(kind=Kind.PREFETCH))
         if segment.is_awaited and back < index:
@@ -295,8 +285,8 @@ def _with_memory(
         yield from before.get(index, ())
         is_backward = action.kind in (Kind.B, Kind.I)
         if is_backward and plan.segment(place_of(action)).choice.is_recomputed:
-            made = index_of[action._replace(kind=Kind.F)]
-            if made < index - 1 or schedule.num_strips == 1:
+            forward = index_of[action._replace(kind=Kind.F)]
+            if forward < index - 1 or schedule.num_strips == 1:
                 yield action._replace(kind=Kind.R)
         yield action
         yield from after.get(index, ())

@@ -27,14 +27,14 @@ Maker = Callable[[MemoryConfig, MemoryCase], MemoryPlan]
 
 @dataclass(frozen=True, slots=True)
 class MemoryPolicy:
-    """A policy and what is known of it.
+    """A policy and its properties.
 
-    `make` makes the plan of a case, or raises DoesNotFitError if nothing that the policy can do
-    keeps the limit. One that `needs_limit` must know how much a device has; of one that
-    `takes_target` memory.target_reduction may replace it. `quick_ways` and `slow_ways` are values
-    of memory.recompute with which `gems plan` tries it, by what one evaluation takes ("" for a
-    policy that does not read it). One that runs `in_strips` then chooses by stage. One that
-    `recomputes` reads memory.recompute.
+    `make` makes the plan of a case, or raises DoesNotFitError if the policy cannot keep the limit.
+    A policy that `needs_limit` needs the size of the device, or, if it `takes_target`,
+    memory.target_reduction. `quick_ways` and `slow_ways` are the values of memory.recompute that
+    `gems plan` tries, by the effort of an evaluation ("" if the policy does not read it). A policy
+    that supports strips (`in_strips`) then chooses by stage. A policy that `recomputes` reads
+    memory.recompute.
     """
 
     make: Maker
@@ -72,7 +72,7 @@ def plan_of(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
 
 
 def _with_key(error: DoesNotFitError, memory: MemoryConfig, case: MemoryCase) -> DoesNotFitError:
-    """Return the error by the key that sets the limit, if that is not the device's size."""
+    """Return the error with the key that sets the limit, if it is not the device's size."""
     where = error.where
     target = memory.target_reduction
     if target is not None and error.limit_bytes < (case.limit_bytes or sys.maxsize):
@@ -153,7 +153,7 @@ memory_policy(
 def _plan(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
     """Return the optimal plan under the limit, or under memory.target_reduction if that is less.
 
-    Its rivals are the plans of the published policies that can be made under that limit.
+    The plans of the published policies under that limit are its rivals.
     """
     limit = memory.limit_bytes or case.limit_bytes or sys.maxsize
     if memory.target_reduction is not None:
@@ -169,11 +169,11 @@ def _plan(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
     for make in makers:
         with suppress(DoesNotFitError):
             rivals.append(make(limited))
-    found = plan(limited, limit, memory.budget_s, rivals)
+    planned = plan(limited, limit, memory.budget_s, rivals)
     counters = {
         "limit_bytes": limit,
-        "bound_s": found.bound_s,
-        "gap": found.gap,
-        "method": found.method,
+        "bound_s": planned.bound_s,
+        "gap": planned.gap,
+        "method": planned.method,
     }
-    return replace(found.plan, policy="plan", counters=counters)
+    return replace(planned.plan, policy="plan", counters=counters)

@@ -1,7 +1,4 @@
-"""What torch's allocator reserves on a rank's GPU.
-
-Its requests, served by a model of the caching allocator.
-"""
+"""The bytes that torch's allocator reserves on a rank's GPU, by a model of that allocator."""
 
 from __future__ import annotations
 
@@ -14,13 +11,13 @@ from gems.profile import LayerProfile, ModelProfile
 from gems.schedule.action import Kind
 from gems.schedule.schedule import Schedule
 
-STEPS = 2  # the second finds the memory as the first has left it
-BLOCK_BYTES = 512  # requests are rounded up to these
-SMALL_BYTES = 1 << 20  # up to here a request is served from small segments
+STEPS = 2  # the second step starts with the fragmentation of the first
+BLOCK_BYTES = 512  # granularity of requests
+SMALL_BYTES = 1 << 20  # largest request that is served from small segments
 SMALL_SEGMENT_BYTES = 2 << 20
 LARGE_SEGMENT_BYTES = 20 << 20  # requests below OWN_SEGMENT_BYTES share segments of this size
 OWN_SEGMENT_BYTES = 10 << 20
-OWN_SEGMENT_STEP_BYTES = 2 << 20  # a larger one has its own segment, rounded up to these
+OWN_SEGMENT_STEP_BYTES = 2 << 20  # granularity of the segments of larger requests
 
 
 @dataclass(slots=True, eq=False)
@@ -38,10 +35,10 @@ class Block:
 class CachingAllocator:
     """A simulation of torch's CUDA caching allocator with its default settings.
 
-    It has two pools and best fit; blocks are split and joined with free neighbours, and segments
-    are never given back. `reserved_bytes` is the memory taken from the device, and
-    `allocated_bytes` the memory in use, rounded as the allocator counts it. Source: torch.cuda
-    memory management notes.
+    It has two pools with best fit; blocks are split and merged with free neighbours, and segments
+    are never returned. `reserved_bytes` is the memory taken from the device, and `allocated_bytes`
+    the memory in use, rounded as the allocator counts it. Source: torch.cuda memory management
+    notes.
     """
 
     def __init__(self) -> None:
@@ -55,9 +52,9 @@ class CachingAllocator:
         size = max(BLOCK_BYTES, _rounded(num_bytes, BLOCK_BYTES))
         is_small = size <= SMALL_BYTES
         block = self._best(size, is_small) or self._segment(size, is_small)
-        left = block.num_bytes - size
-        if left >= BLOCK_BYTES if is_small else left > SMALL_BYTES:
-            rest = Block(left, block.segment_bytes, is_small, before=block, after=block.after)
+        rest_bytes = block.num_bytes - size
+        if rest_bytes >= BLOCK_BYTES if is_small else rest_bytes > SMALL_BYTES:
+            rest = Block(rest_bytes, block.segment_bytes, is_small, before=block, after=block.after)
             if block.after is not None:
                 block.after.before = rest
             block.num_bytes = size
@@ -132,17 +129,16 @@ def reserved_bytes(
 ) -> int:
     """Return the bytes that the allocator of a rank has taken from the device after two steps.
 
-    A layer's requests are those that its profile tells apart: what it keeps, what others keep of
-    it, its output, and its workspace; so fragmentation is seen between layers and micro-batches and
-    not within a layer.
+    A layer's requests are its own stash, its tensors that later layers save, its output and its
+    workspace. So fragmentation is simulated between layers and micro-batches, not within a layer.
     """
     allocator = CachingAllocator()
     for num_bytes in static_blocks(profile, schedule, rank, boundaries, optimizer):
         allocator.take(num_bytes)
-    held = {stage for _, stage in schedule.placement.stages_on(rank)}
-    layers = {stage: profile.layers[boundaries[stage] : boundaries[stage + 1]] for stage in held}
+    stages = {stage for _, stage in schedule.placement.stages_on(rank)}
+    layers = {stage: profile.layers[boundaries[stage] : boundaries[stage + 1]] for stage in stages}
     arrived: dict[object, list[Block]] = {}
-    kept: dict[object, tuple[list[Block], list[list[Block]]]] = {}
+    stashes: dict[object, tuple[list[Block], list[list[Block]]]] = {}
     for kind, stage, micro_batch, direction, _ in schedule.rank_schedules[rank] * STEPS:
         place = (direction, stage, micro_batch)
         if kind is Kind.RECV_F:
@@ -150,9 +146,12 @@ def reserved_bytes(
         elif kind is Kind.RECV_B:
             arrived[kind, place] = [allocator.take(layers[stage][-1].output_grad_bytes)]
         elif kind is Kind.F:
-            kept[place] = arrived.pop((Kind.RECV_F, place), []), _forward(allocator, layers[stage])
+            stashes[place] = (
+                arrived.pop((Kind.RECV_F, place), []),
+                _forward(allocator, layers[stage]),
+            )
         elif kind in (Kind.B, Kind.I):
-            inputs, by_layer = kept.pop(place)
+            inputs, by_layer = stashes.pop(place)
             _backward(allocator, layers[stage], by_layer, arrived.pop((Kind.RECV_B, place), []))
             allocator.give_all(inputs)
     return allocator.reserved_bytes
@@ -160,30 +159,30 @@ def reserved_bytes(
 
 def _forward(allocator: CachingAllocator, layers: Sequence[LayerProfile]) -> list[list[Block]]:
     """Run the forward of a stage and return the blocks that it keeps, by layer."""
-    kept = []
+    stashes = []
     passing: list[Block] = []
     for layer in layers:
         later = sum(size for _, size in layer.saved_later)
-        kept.append([allocator.take(size) for size in (layer.stash_bytes, later) if size])
+        stashes.append([allocator.take(size) for size in (layer.stash_bytes, later) if size])
         extra = layer.forward_peak_bytes - layer.stash_bytes - later
         outputs = [allocator.take(extra)] if extra > 0 else []
         allocator.give_all(passing)
         passing = outputs
     allocator.give_all(passing)
-    return kept
+    return stashes
 
 
 def _backward(
     allocator: CachingAllocator,
     layers: Sequence[LayerProfile],
-    kept: list[list[Block]],
+    stashes: list[list[Block]],
     passing: list[Block],
 ) -> None:
-    for layer, blocks in zip(reversed(layers), reversed(kept), strict=True):
+    for layer, blocks in zip(reversed(layers), reversed(stashes), strict=True):
         gradient, rest = backward_requests(layer)
-        made = [allocator.take(size) for size in (max(1, gradient), rest) if size > 0]
-        allocator.give_all([*blocks, *passing, *made[1:]])
-        passing = made[:1]
+        blocks_made = [allocator.take(size) for size in (max(1, gradient), rest) if size > 0]
+        allocator.give_all([*blocks, *passing, *blocks_made[1:]])
+        passing = blocks_made[:1]
     allocator.give_all(passing)
 
 

@@ -1,8 +1,6 @@
-"""Where the storages are that a micro-batch has saved on a stage.
+"""The location of a micro-batch's saved storages on a stage: device, host memory, or both.
 
-On the device, in host memory, or both.
-These are the rules of the activation store, without tensors. The engine and the predictions both
-follow them.
+These are the rules of the activation store, without tensors, for engine and predictions alike.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ Script = tuple[tuple[Kind, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a micro-batch holds during an action of its own, and after it, in bytes."""
+    """The bytes that a micro-batch holds during one of its actions, and after it."""
 
     during_bytes: int = 0
     device_bytes: int = 0
@@ -29,7 +27,7 @@ class State:
 
 
 def inputs_leave(script: Script) -> bool:
-    """Whether what a stage is given leaves; see `Schedule.inputs_leave`."""
+    """Return whether a stage's inputs are offloaded; see `Schedule.inputs_leave`."""
     return (Kind.R, 0) in script and (Kind.OFFLOAD, 0) in script
 
 
@@ -38,11 +36,11 @@ class StorageState:
     """A saved storage."""
 
     num_bytes: int
-    # the segments whose backward still has to read it; `~segment` stands for a segment's W
+    # segments whose backward has yet to read it; `~segment` stands for a segment's W
     savers: set[int] = field(default_factory=set)
-    is_movable: bool = True  # may be copied: one that saved it allows that
-    is_pinned: bool = False  # stays on the device: a segment that is not offloaded has saved it too
-    moved_with: int | None = None  # the segment whose copy took it
+    is_movable: bool = True  # one of the segments that saved it may copy it
+    is_pinned: bool = False  # a segment that is not offloaded has saved it, too
+    moved_with: int | None = None  # the segment whose copy moved it
     on_device: bool = True
     on_host: bool = False
 
@@ -51,10 +49,10 @@ class Residency:
     """The saved storages of one micro-batch, in one stage and direction.
 
     A storage belongs to the last segment that saves it (vDNN's reference count, Rhu et al. 2016,
-    section III): it leaves with that segment's copy, is back for that segment's backward, and stays
+    section III): it leaves with that segment's copy, returns for that segment's backward, and stays
     until the backward of the first segment that saved it. So no storage is copied twice in one
-    direction. `device_bytes` are those of saved storages on the device, `host_bytes` those of
-    copies in host memory, `states` those that a backward has still to read.
+    direction. `device_bytes` counts saved storages on the device, `host_bytes` copies in host
+    memory; `states` has the storages that a backward has yet to read.
     """
 
     def __init__(self, offloaded: Collection[int] = ()) -> None:
@@ -67,7 +65,7 @@ class Residency:
         self.host_bytes = 0
 
     def is_on_device(self, key: Key) -> bool:
-        """Whether a storage is on the device."""
+        """Return whether a storage is on the device."""
         state = self.states.get(key)
         return state is not None and state.on_device
 
@@ -94,19 +92,17 @@ class Residency:
             self._bring_back(state)
             is_new = True
         if state.is_pinned and not stays:
-            # it is copied already: the device memory is free after the copy of the segment that is
-            # now its last
+            # it is already copied: the copy of its new last segment frees the device memory
             state.moved_with = segment
             self._moved.setdefault(segment, []).append(key)
         state.is_pinned = stays
         return is_new
 
     def offload(self, segment: int, outputs: Collection[Key] = ()) -> list[Key]:
-        """Return what the copy of a segment moves.
+        """Return the storages that the copy of a segment moves.
 
-        What it and earlier segments saved, each storage once.
-        Its `outputs` are left to the next segment, unless that one is offloaded too and may share
-        the copy.
+        These are the storages saved so far that have not left. The segment's `outputs` stay for the
+        next segment, unless that is offloaded as well and can share the copy.
         """
         stays = () if segment + 1 in self._offloaded else set(outputs)
         taken = []
@@ -125,7 +121,7 @@ class Residency:
         return taken
 
     def free(self, segment: int) -> list[Key]:
-        """Return what is freed on the device when the copy of a segment has ended."""
+        """Return the storages that are freed on the device when the copy of a segment has ended."""
         gone = []
         for key in self._moved.pop(segment, ()):
             state = self.states.get(key)
@@ -141,11 +137,10 @@ class Residency:
         return gone
 
     def prefetch(self, segment: int) -> list[Key]:
-        """Return what is copied back for the backward of a segment.
+        """Return the storages to copy back for the backward of a segment.
 
-        What it saved that is not on the device.
-        What has not left yet, because the shared copy is still running, stays. So does what the
-        segment saves from now on, in a recompute.
+        Storages that have not left yet, because a shared copy is still running, stay on the device.
+        So do those that the segment saves from now on, in a recompute.
         """
         back = []
         self._offloaded.discard(segment)
@@ -159,15 +154,15 @@ class Residency:
         return back
 
     def fetch(self, key: Key) -> None:
-        """Record that a storage was copied back because it was read before its prefetch was posted."""
+        """Record that a storage was copied back on demand, before its prefetch was posted."""
         if not self.states[key].on_device:
             self._bring_back(self.states[key])
 
     def done(self, segment: int) -> list[Key]:
-        """Return what is no longer needed once the backward of a segment has run.
+        """Return the storages that are no longer needed after the backward of a segment.
 
-        What only weight gradients have still to read is on the device, so that its copy in host
-        memory is freed.
+        Storages that only weight gradients have yet to read are on the device, so their copies in
+        host memory are freed.
         """
         gone = []
         for key in self._saved_by.pop(segment, ()):
@@ -179,7 +174,6 @@ class Residency:
                 self._unmoved.pop(key, None)
                 self.device_bytes -= state.num_bytes if state.on_device else 0
             if state.on_host and max(state.savers, default=-1) < 0:
-                # the weight gradients that may still read it do so on the device
                 state.on_host = False
                 self.host_bytes -= state.num_bytes
         return gone

@@ -1,8 +1,7 @@
-"""Slots of CUDA graphs: which actions of a rank share device memory at fixed addresses.
+"""Slots of CUDA graphs: device memory at fixed addresses that actions of a rank share.
 
-A slot is to activations what a register is to values, and slots are assigned as registers are: by
-colouring the intervals in which values live. Source: Chaitin et al. 1981; of intervals, a list of
-free slots gives the fewest.
+Slots are assigned like registers, by colouring the intervals in which values live (Chaitin et al.
+1981). For intervals, a list of free slots is optimal.
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ class Slots:
 
 
 def split_stages(schedule: Schedule, rank: int) -> set[StageKey]:
-    """Return a rank's stages whose weight gradients are apart for any micro-batch.
+    """Return a rank's stages with a split backward for any micro-batch.
 
-    Then the graphs of all are split, so that any slot fits.
+    All graphs of such a stage are split, so that any slot fits.
     """
     return {
-        (each.direction, each.stage)
-        for each in schedule.rank_schedules[rank]
-        if each.kind is Kind.I
+        (action.direction, action.stage)
+        for action in schedule.rank_schedules[rank]
+        if action.kind is Kind.I
     }
 
 
 def assign_slots(schedule: Schedule, rank: int) -> Slots:
     """Assign the fewest slots to a rank's actions so that no two live values share one.
 
-    A value of a stage lives from its F to the end of its backward: B, or W after I. If it is
-    recomputed, it lives from R on, and if it is copied to host memory, from PREFETCH on; its F has
-    a slot alone, which is free again at once. The segments of a stage share its slots.
+    A value of a stage lives from its F to the end of its backward: B, or W after I. A recomputed
+    value lives from R on, and one copied to host memory from PREFETCH on; its F takes a slot and
+    returns it at once. The segments of a stage share its slots.
     """
     counts = dict.fromkeys(schedule.placement.stages_on(rank), 0)
     free: dict[StageKey, list[int]] = {key: [] for key in counts}
-    held: dict[tuple[object, ...], int] = {}
+    slots: dict[tuple[object, ...], int] = {}
     of_action: dict[Action, int] = {}
     for action in schedule.rank_schedules[rank]:
         kind = action.kind
@@ -58,29 +57,29 @@ def assign_slots(schedule: Schedule, rank: int) -> Slots:
         opens = kind in _OPENING and not (kind is Kind.PREFETCH and is_recomputed)
         if not opens and kind not in COMPUTE_KINDS:
             continue
-        if place not in held:
+        if place not in slots:
             if not free[key]:
                 heappush(free[key], counts[key])
                 counts[key] += 1
-            held[place] = heappop(free[key])
+            slots[place] = heappop(free[key])
         if kind in COMPUTE_KINDS:
-            of_action[action] = held[place]
+            of_action[action] = slots[place]
         returns = is_recomputed or schedule.has(Kind.OFFLOAD, *place) or schedule.forward_only
         if kind in (Kind.B, Kind.W) or (kind is Kind.F and returns):
-            heappush(free[key], held.pop(place))
+            heappush(free[key], slots.pop(place))
     return Slots(of_action, counts)
 
 
 def grown_slots(
     changes: Iterable[tuple[Action, int]], slot_bytes: Mapping[StageKey, int], num_strips: int = 1
 ) -> tuple[int, int]:
-    """Return the bytes of a rank's slots, and the most that it holds until all of them are made.
+    """Return the bytes of a rank's slots, and its peak until all of them exist.
 
-    A stage runs eagerly until a first backward has ended; `changes` are the compute actions of a
-    step with the bytes that each then allocates or frees. From then on, a micro-batch takes a free
-    slot, or makes one; its first strip does so for all.
+    A stage runs eagerly until its first backward has ended; `changes` are the compute actions of a
+    step with the bytes that each allocates or frees in eager mode. After that, the first strip of a
+    micro-batch takes a free slot, or creates one.
     """
-    held = most = 0
+    held_bytes = peak_bytes = 0
     free: dict[StageKey, int] = {}
     eager: set[tuple[int, ...]] = set()
     ended: Counter[tuple[int, ...]] = Counter()
@@ -95,12 +94,12 @@ def grown_slots(
         elif is_begun and free[key]:
             free[key] -= 1
         elif is_begun:
-            held += slot_bytes[key]
-        held += change if place in eager else 0
-        most = max(most, held)
+            held_bytes += slot_bytes[key]
+        held_bytes += change if place in eager else 0
+        peak_bytes = max(peak_bytes, held_bytes)
         ended[place] += action.kind in (Kind.B, Kind.W)
         if ended[place] == num_strips:
             free[key] = free.get(key, 0) + (place not in eager)
             eager.discard(place)
             del ended[place]
-    return held, most
+    return held_bytes, peak_bytes

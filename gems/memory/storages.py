@@ -1,7 +1,4 @@
-"""The storages that the layers of a stage make.
-
-Who makes, saves and passes them on, by layer and by segment.
-"""
+"""The storages of a stage: the layers and segments that make, save and pass them on."""
 
 from __future__ import annotations
 
@@ -19,22 +16,25 @@ from gems.profile.model_profile import Saved, saved_from
 from gems.profile.spans import Spans
 from gems.schedule.schedule import Schedule
 
-MAX_STAGES = 256  # whose storages are kept
-_MAX_PROFILES = 4  # likewise
+# sizes of caches
+MAX_STAGES = 256
+_MAX_PROFILES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """`count` equal storages of `num_bytes` each that layer `maker` makes.
+    """`count` equal storages of `num_bytes` each, made by layer `maker` (counted over the model).
 
-    Layers are counted over the model.
-    `savers` are the layers of the stage whose backward reads them, first to last: they leave with
-    the last one, and are needed until the first. `last_use` is the last layer of the stage that
-    saves or is given them, and `is_passed_on` whether a later stage is given them too. `readers`
-    are later layers of the stage whose weight gradients read them, `conv_savers` the savers in
-    which a convolution saves them. Only those that are `is_movable` are large enough to leave;
-    products are what convolutions and matrix products gave. `number` tells storages of a stage
-    apart.
+    Attributes:
+        number: distinguishes the storages of a stage.
+        savers: the layers of the stage whose backward reads them, in order. They leave with the
+            last one, and are needed until the backward of the first.
+        last_use: the last layer of the stage that saves or receives them.
+        is_movable: whether they are large enough to be moved.
+        is_product: whether a convolution or a matrix product made them.
+        is_passed_on: whether a later stage receives them, too.
+        readers: later layers of the stage whose weight gradients read them.
+        conv_savers: the savers in which a convolution saves them.
     """
 
     number: int
@@ -63,23 +63,22 @@ class Storage:
 def saved_storages(
     profile: ModelProfile, first: int, end: int, least_bytes: int = 0
 ) -> tuple[Storage, ...]:
-    """Return the storages that layers `first` up to `end` make and that their backward reads.
-
-    See `Layers.made`.
-    """
+    """Return the storages of layers `first` up to `end` that their backward reads."""
     return tuple(
-        one for one in profile_storages(profile).made(first, end, least_bytes) if one.savers
+        storage
+        for storage in profile_storages(profile).made(first, end, least_bytes)
+        if storage.savers
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Storages of a stage that share one fate.
+    """Storages of a stage that are treated alike, in terms of segments.
 
-    Made in segment `maker`, saved by `savers`, last given to `last_use`.
-    What the stage passes on is given last to the segment after its last one. `readers` are the
-    later segments whose weight gradients read them. They may leave only once a segment of `movers`
-    has saved them; None stands for any.
+    Segment `maker` makes them, `savers` save them, and `last_use` is the last one that receives
+    them; for storages that the stage passes on, it is one past the last segment. `readers` are the
+    later segments whose weight gradients read them. Only segments of `movers` (None: any) may
+    offload them.
     """
 
     maker: int
@@ -91,7 +90,7 @@ class Group:
     movers: tuple[int, ...] | None = None
 
     def is_movable_by(self, segment: int) -> bool:
-        """Return whether they may leave once a segment has saved them."""
+        """Return whether a segment may offload them."""
         return self.is_movable and (self.movers is None or segment in self.movers)
 
 
@@ -104,88 +103,96 @@ class Layers:
         self.storages = tuple(
             _layer_storages(profile, index) for index in range(profile.num_layers)
         )
-        # a stage by its segments and the size from which storages are moved: plans differ in few
-        # stages
+        # cached, since plans differ in few stages
         self.stage = lru_cache(MAX_STAGES)(partial(StageStorages, self))
         self.made = lru_cache(MAX_STAGES)(self._made)
         self.first_forward_peak_bytes = cache(self._first_forward_peak_bytes)
 
     def _made(self, first: int, end: int, least_bytes: int) -> tuple[Storage, ...]:
-        """Return the storages of some layers that are saved, kept for a recompute or passed on.
+        """Return the storages of layers `first` up to `end` that outlive their layer's forward.
 
-        The layers are `first` up to `end`. The inputs of a stage are in its receive buffer under
-        any plan, and are not included. Storages below `least_bytes` stay.
+        They are saved, kept for a recompute, or passed on. The inputs of the stage are in its
+        receive buffer under any plan, so they are not included. Storages below `least_bytes` are
+        not movable.
         """
-        found: list[Storage] = []
+        storages: list[Storage] = []
         for maker in range(first, end):
-            for one in self.storages[maker]:
+            for saved in self.storages[maker]:
                 savers, readers, convs = (
                     tuple(sorted(maker + ahead for ahead in aheads if maker + ahead < end))
-                    for aheads in (one.savers, one.weight_readers, one.conv_savers)
+                    for aheads in (saved.savers, saved.weight_readers, saved.conv_savers)
                 )
-                last_use = min(end - 1, max(maker + one.last_use, *savers, maker))
-                if savers or one.is_product or last_use > maker:
-                    found.append(
+                last_use = min(end - 1, max(maker + saved.last_use, *savers, maker))
+                if savers or saved.is_product or last_use > maker:
+                    storages.append(
                         Storage(
-                            len(found),
-                            one.num_bytes,
-                            one.count,
+                            len(storages),
+                            saved.num_bytes,
+                            saved.count,
                             maker,
                             savers,
                             last_use,
-                            one.num_bytes >= least_bytes,
-                            one.is_product,
-                            maker + one.last_use >= end,
+                            saved.num_bytes >= least_bytes,
+                            saved.is_product,
+                            maker + saved.last_use >= end,
                             readers,
                             convs,
                         )
                     )
-        return tuple(found)
+        return tuple(storages)
 
     def _first_forward_peak_bytes(self, first: int, end: int, is_selective: bool) -> int:
         """Return the peak bytes of a forward that will be recomputed, without its inputs.
 
-        It covers layers `first` up to `end`. Nothing is kept of it, or, with `is_selective`, the
-        results of convolutions and matrix products.
+        It covers layers `first` up to `end`. It saves nothing, or, if `is_selective`, the results
+        of convolutions and matrix products.
         """
         passing: list[tuple[int, Saved]] = []
-        most = kept = 0
+        most = kept_bytes = 0
         for index in range(first, end):
-            passing = [(maker, one) for maker, one in passing if maker + one.last_use >= index]
+            passing = [
+                (maker, storage) for maker, storage in passing if maker + storage.last_use >= index
+            ]
             earlier = sum(
-                one.total_bytes for _, one in passing if not (is_selective and one.is_product)
+                storage.total_bytes
+                for _, storage in passing
+                if not (is_selective and storage.is_product)
             )
             layer = self.profile.layers[index]
             own = (
                 layer.cheap_first_peak_bytes if is_selective else layer.plain_peak_bytes
             ) or layer.forward_peak_bytes
-            most = max(most, kept + earlier + own)
-            passing += [(index, one) for one in self.storages[index] if one.last_use]
-            kept += layer.cheap_bytes if is_selective else 0
+            most = max(most, kept_bytes + earlier + own)
+            passing += [(index, storage) for storage in self.storages[index] if storage.last_use]
+            kept_bytes += layer.cheap_bytes if is_selective else 0
         return most
 
     def recompute_peak_bytes(self, first: int, end: int, is_selective: bool) -> int:
         """Return the peak bytes of a recompute, beyond its inputs and the bytes that forward kept.
 
-        In a selective recompute, the results of products are freed where they are used, unless they
-        are saved or passed on.
+        A selective recompute frees the results of products after their use, unless they are saved
+        or passed on.
         """
         if not is_selective:
             return as_bytes(self.spans.forward_peak[first, end])
-        kept = most = 0
+        kept_bytes = most = 0
         for index in range(first, end):
             layer = self.profile.layers[index]
             before = unsaved = 0
             if index > first:
                 before = as_bytes(self.spans.stash[first, index])
-                given = sum(
+                outside_bytes = sum(
                     num_bytes for back, num_bytes in layer.unsaved_from if index - back < first
                 )
-                unsaved = layer.unsaved_input_bytes - given
+                unsaved = layer.unsaved_input_bytes - outside_bytes
             most = max(
-                most, before - kept + unsaved + (layer.cheap_peak_bytes or layer.forward_peak_bytes)
+                most,
+                before
+                - kept_bytes
+                + unsaved
+                + (layer.cheap_peak_bytes or layer.forward_peak_bytes),
             )
-            kept += layer.cheap_bytes
+            kept_bytes += layer.cheap_bytes
         return most
 
 
@@ -209,37 +216,39 @@ class StageStorages:
         self.takes: list[list[Group]] = [[] for _ in segments]
         self.hands: list[list[Group]] = [[] for _ in segments]
         self.weights_read: list[list[Group]] = [[] for _ in segments]
-        # what the stage is given, where that leaves: what its first layer's weight gradient reads,
+        # inputs of the stage that may leave: the part that the first layer's weight gradient reads,
         # and the rest
-        given = layers.profile.given_bytes(segments[0].first)
+        input_bytes = layers.profile.given_bytes(segments[0].first)
         first_layer = layers.profile.layers[segments[0].first]
-        read = min(given, first_layer.held_input_bytes)
+        read_bytes = min(input_bytes, first_layer.held_input_bytes)
         self.given = tuple(
-            Group(-1, (0,), 0, given >= least_bytes, False, (0,) * is_read)
+            Group(-1, (0,), 0, input_bytes >= least_bytes, False, (0,) * is_read)
             for is_read in (True, False)
         )
-        self.num_bytes |= dict(zip(self.given, (read, given - read), strict=True))
-        # inputs of a segment that the weight gradients of its other layers than the first read
+        self.num_bytes |= dict(zip(self.given, (read_bytes, input_bytes - read_bytes), strict=True))
+        # by segment, the bytes of inputs that weight gradients of later layers than its first read
         self._inputs_further_on = [0 for _ in segments]
         groups: dict[Group, None] = {}
         segment_of = {
             layer: number for number, span in enumerate(self.spans_of) for layer in range(*span)
         }
-        for one in layers.made(segments[0].first, segments[-1].end, least_bytes):
-            maker = segment_of[one.maker]
+        for storage in layers.made(segments[0].first, segments[-1].end, least_bytes):
+            maker = segment_of[storage.maker]
             savers, readers, convs = (
-                tuple(sorted({segment_of[at] for at in each}))
-                for each in (one.savers, one.readers, one.conv_savers)
+                tuple(sorted({segment_of[at] for at in layers_}))
+                for layers_ in (storage.savers, storage.readers, storage.conv_savers)
             )
-            last_use = len(segments) if one.is_passed_on else segment_of[one.last_use]
+            last_use = len(segments) if storage.is_passed_on else segment_of[storage.last_use]
             later = tuple(reader for reader in readers if reader > maker)
             movers = convs if only_conv_inputs else None
-            group = Group(maker, savers, last_use, one.is_movable, one.is_product, later, movers)
+            group = Group(
+                maker, savers, last_use, storage.is_movable, storage.is_product, later, movers
+            )
             groups[group] = None
-            self.num_bytes[group] = self.num_bytes.get(group, 0) + one.total_bytes
-            for layer in one.readers:
+            self.num_bytes[group] = self.num_bytes.get(group, 0) + storage.total_bytes
+            for layer in storage.readers:
                 if segment_of[layer] > maker and layer > segments[segment_of[layer]].first:
-                    self._inputs_further_on[segment_of[layer]] += one.total_bytes
+                    self._inputs_further_on[segment_of[layer]] += storage.total_bytes
         for group in groups:
             self.makes[group.maker].append(group)
             for saver in group.savers:
@@ -252,14 +261,16 @@ class StageStorages:
                 self.takes[segment].append(group)
 
     def held_for_weights_bytes(self, segment: int) -> int:
-        """Return the bytes that a segment keeps from I to W, except its inputs and the stage's output gradient."""
+        """Return the bytes that a segment holds from I to W, without inputs and output gradient."""
         first, end = self.spans_of[segment]
-        held = (
+        held_bytes = (
             as_bytes(self.layers.spans.held_for_weights[first, end])
             - self._inputs_further_on[segment]
         )
         is_last = segment == self.num_segments - 1
-        return held + (0 if is_last else self.layers.profile.layers[end - 1].held_output_grad_bytes)
+        return held_bytes + (
+            0 if is_last else self.layers.profile.layers[end - 1].held_output_grad_bytes
+        )
 
     def total(self, groups: Iterable[Key]) -> int:
         """Return the bytes of groups."""
@@ -269,10 +280,7 @@ class StageStorages:
 def stage_storages(
     profile: ModelProfile, plan: MemoryPlan, schedule: Schedule, stage: int
 ) -> StageStorages:
-    """Return the storages of a stage by the segments in which it runs.
-
-    One if the schedule has it whole.
-    """
+    """Return the storages of a stage by its segments, or by one if it runs whole."""
     segments = plan.stages[stage]
     if schedule.num_segments[stage] is None and len(segments) > 1:
         segments = (replace(segments[0], end=segments[-1].end),)
@@ -283,19 +291,19 @@ _profiles: dict[int, Layers] = {}
 
 
 def profile_storages(profile: ModelProfile) -> Layers:
-    """Return the layers of a profile; those of the last few profiles are kept."""
-    found = _profiles.pop(id(profile)) if id(profile) in _profiles else Layers(profile)
-    _profiles[id(profile)] = found
+    """Return the layers of a profile, from a small cache."""
+    layers = _profiles.pop(id(profile)) if id(profile) in _profiles else Layers(profile)
+    _profiles[id(profile)] = layers
     while len(_profiles) > _MAX_PROFILES:
         del _profiles[next(iter(_profiles))]
-    return found
+    return layers
 
 
 def _layer_storages(profile: ModelProfile, index: int) -> tuple[Saved, ...]:
-    """Return the storages that a layer makes and that are saved or passed on.
+    """Return the storages of a layer that are saved or passed on.
 
-    A profile that only knows sums does not say what of its output a layer saves itself, nor what
-    nobody saves: the sums of the next layer tell, for tensors that are not carried further.
+    If a profile has sums only, the part of the output that the layer saves itself, and the part
+    that is never saved, follow from the sums of the next layer, for tensors not carried further.
     """
     layer = profile.layers[index]
     is_known = layer.passing or layer.saved != saved_from(
@@ -307,21 +315,24 @@ def _layer_storages(profile: ModelProfile, index: int) -> tuple[Saved, ...]:
     unsaved = max(
         0, after.unsaved_input_bytes - sum(num_bytes for _, num_bytes in after.unsaved_from)
     )
-    saved_next = sum(one.total_bytes for one in layer.saved if one.last_use)
+    saved_next = sum(storage.total_bytes for storage in layer.saved if storage.last_use)
     unsaved = min(max(unsaved, saved_next), layer.output_bytes)
     handed = layer.output_bytes - unsaved
     storages = []
-    for one in layer.saved:
-        part = 0 if one.last_use else min(handed, one.num_bytes)
+    for storage in layer.saved:
+        part = 0 if storage.last_use else min(handed, storage.num_bytes)
         handed -= part
         storages += [
-            replace(one, num_bytes=part, last_use=1),
-            replace(one, num_bytes=one.num_bytes - part),
+            replace(storage, num_bytes=part, last_use=1),
+            replace(storage, num_bytes=storage.num_bytes - part),
         ]
     if after.held_input_bytes:
-        storages = [replace(one, weight_readers=(1,)) if one.last_use else one for one in storages]
+        storages = [
+            replace(storage, weight_readers=(1,)) if storage.last_use else storage
+            for storage in storages
+        ]
     storages.append(Saved(max(0, unsaved - saved_next), (), 1))
-    return tuple(one for one in storages if one.num_bytes)
+    return tuple(storage for storage in storages if storage.num_bytes)
 
 
 def as_bytes(value: float | np.floating[Any]) -> int:

@@ -48,10 +48,10 @@ _BETWEEN_STAGES = tuple(zip(HeldCounts._fields, TABLES, strict=True))[2:]
 
 
 class Point(NamedTuple):
-    """What a rank holds during an action, its transients included, and after it, in bytes.
+    """The bytes that a rank holds during an action, including transients, and after it.
 
     `activation_bytes` are the saved storages on the device after the action, `moved_bytes` the size
-    of a copy. A tuple, as an action is.
+    of a copy.
     """
 
     action: Action
@@ -64,9 +64,9 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankTimeline:
-    """The points of a rank's schedule, one per action, in a step like most.
+    """The points of a rank's schedule, one per action, in a typical step.
 
-    `first_activation_bytes` are the most activations of the first steps, in which CUDA graphs are
+    `first_activation_bytes` is the peak of activations in the first steps, in which CUDA graphs are
     captured.
     """
 
@@ -75,7 +75,7 @@ class RankTimeline:
 
     @property
     def peak_bytes(self) -> int:
-        """The peak on the device, in the first steps beside the most of all else."""
+        """The peak on the device, including the first steps."""
         return max(
             point.during_bytes + max(0, self.first_activation_bytes - point.activation_bytes)
             for point in self.points
@@ -101,19 +101,19 @@ def rank_timeline(
     optimizer: Optimizer,
     strips: StripProfile | None = None,
 ) -> RankTimeline:
-    """Return the bytes along a rank's lowered schedule, by the rules that the engine's store follows (`Residency`).
+    """Return the bytes along a rank's lowered schedule, by the rules of the engine's store.
 
-    Counted are what libraries hold, parameters, gradients and optimizer state, buffers, the images
-    of the step, tensors between stages, saved storages, values and gradients between segments, and
-    the transients of each action. If the schedule does not wait for a copy to host memory (no
-    FREE), what it moves counts as freed when the copy is posted. In `strips` the profile and the
-    plan are those of stages (`stages_as_layers`), and what is held between stages is that of the
-    largest strip. Of a captured profile, all activations are in slots (`grown_slots`), which never
-    go back; under a memory policy one slot comes on top, which all segments of the rank share.
+    They cover libraries, parameters, gradients, optimizer state, buffers, the images of the step,
+    tensors between stages, saved storages, values and gradients between segments, and the
+    transients of each action. Without FREE, the bytes of a copy to host memory count as freed when
+    it is posted. In `strips`, profile and plan are those of stages (`stages_as_layers`), and
+    tensors between stages have the size of the largest strip. With CUDA graphs, all activations are
+    in slots (`grown_slots`), which are never freed; under a memory policy there is one more slot,
+    which all segments of the rank share.
     """
     is_captured, has_slots = _captures(profile, plan, schedule)
-    held, actions = boundary_tensors(schedule, rank, has_slots)
-    outside = _outside(profile, plan, held, optimizer, strips, has_slots)
+    stage_counts, actions = boundary_tensors(schedule, rank, has_slots)
+    outside = _outside(profile, plan, stage_counts, optimizer, strips, has_slots)
     states = _states(profile, plan, schedule, rank, strips)
     between = None if strips is None else BetweenStrips(strips, schedule)
     device = activations = first = host = 0
@@ -123,7 +123,7 @@ def rank_timeline(
     if has_slots:
         changes = list(_changes(schedule.rank_schedules[rank], states, between))
         activations, first, device = _grown(changes, slots, schedule, strips)
-        states = dict.fromkeys(states, repeat(State()))  # all that they hold is in slots
+        states = dict.fromkeys(states, repeat(State()))  # everything is in slots
         between = None
     last: dict[MicroBatchKey, State] = {}
     outside_bytes = outside()
@@ -152,7 +152,7 @@ def rank_timeline(
 
 
 def _captures(profile: ModelProfile, plan: MemoryPlan, schedule: Schedule) -> tuple[bool, bool]:
-    """Return whether actions are CUDA graphs, and whether their slots hold all activations."""
+    """Return whether actions run as CUDA graphs, and whether slots hold all activations."""
     is_kept = plan.policy == KEEP and not schedule.has_memory_actions
     is_captured = profile.is_captured and plan.can_be_captured
     if schedule.num_strips > 1:  # which run eagerly otherwise
@@ -166,9 +166,9 @@ def _grown(
     schedule: Schedule,
     strips: StripProfile | None,
 ) -> tuple[int, int, int]:
-    """Return the activations in slots, those of the first steps, and the memory of the slots.
+    """Return the bytes of activations in slots and in the first steps, and those of slots.
 
-    The latter is 0 for slots of whole micro-batches, which are outside.
+    The last are 0 for slots of whole micro-batches, which `boundary_tensors` counts.
     """
     sizes = {key: slots[key][0] for key in slots}
     activations, first = grown_slots(changes, sizes, schedule.num_strips)
@@ -228,20 +228,17 @@ def _slot_bytes(
 def _outside(
     profile: ModelProfile,
     plan: MemoryPlan,
-    held: Counts,
+    stage_counts: Counts,
     optimizer: Optimizer,
     strips: StripProfile | None,
     has_slots: bool,
 ) -> Callable[[], int]:
-    """Return a function of the bytes that belong to no micro-batch's own actions.
-
-    They change with the counts in `held`.
-    """
+    """Return a function that returns the bytes outside of micro-batches, by `stage_counts`."""
     spans = profile_storages(profile).spans
     cuts = plan.boundaries
     static_bytes = profile.library_bytes
-    sizes = [] if strips is None else list(boundary_sizes(strips, held, has_slots))
-    for (_, stage), counts in held.items():
+    sizes = [] if strips is None else list(boundary_sizes(strips, stage_counts, has_slots))
+    for (_, stage), counts in stage_counts.items():
         span = (cuts[stage], cuts[stage + 1])
         static_bytes += as_bytes(optimizer.static_bytes(spans.params[span], spans.buffers[span]))
         if strips is None:
@@ -295,14 +292,16 @@ _UNCHANGED = Change()
 
 
 class MicroBatch:
-    """Replays the actions of a micro-batch on a stage.
+    """A simulation of the actions of a micro-batch on a stage.
 
-    Besides saved storages it holds values between segments until the last segment that reads them
-    has run, the gradient between two segments, and from I to W what W reads.
+    Besides saved storages, it holds values between segments until their last reader has run, the
+    gradient between two segments, and, from I to W, the tensors that W reads.
     """
 
     def __init__(self, storages: StageStorages, script: Script) -> None:
-        kinds = {kind: {segment for each, segment in script if each is kind} for kind in Kind}
+        kinds = {
+            kind: {segment for own_kind, segment in script if own_kind is kind} for kind in Kind
+        }
         self._storages = storages
         self._recomputed = kinds[Kind.R]
         self._freed = kinds[Kind.FREE]
@@ -316,7 +315,7 @@ class MicroBatch:
         self._moved_bytes = 0
 
     def act(self, kind: Kind, segment: int) -> State:
-        """Run an action and return what is held."""
+        """Run an action and return the bytes held."""
         storages = self._storages
         residency = self._residency
         layers = storages.layers
@@ -365,9 +364,9 @@ class MicroBatch:
     @property
     def _device_bytes(self) -> int:
         passing = self._storages.total(
-            each for each in self._passing if not self._residency.is_on_device(each)
+            group for group in self._passing if not self._residency.is_on_device(group)
         )
-        # what was kept only for a recompute that has run: the store counts it until the backward
+        # kept only for a recompute that has run; the store counts it until the backward
         used_up = self._storages.total(
             group
             for segment, groups in self._used_up.items()
@@ -385,14 +384,14 @@ class MicroBatch:
     def _kept_for_recompute(self, segment: int) -> list[Group]:
         storages = self._storages
         products = [
-            each
-            for each in storages.makes[segment]
-            if each.is_product and storages.is_selective[segment]
+            group
+            for group in storages.makes[segment]
+            if group.is_product and storages.is_selective[segment]
         ]
         return [*(() if segment else self._given), *storages.takes[segment], *products]
 
     def _save_recomputed(self, segment: int) -> None:
-        """Save what a recompute makes again, though W of a later segment may still hold the first copy of it."""
+        """Save the storages of a recompute; W of a later segment may still hold the first copies."""
         storages = self._storages
         for group in storages.saves[segment]:
             is_kept = group.maker < segment or (storages.is_selective[segment] and group.is_product)
@@ -402,7 +401,7 @@ class MicroBatch:
                 key, storages.num_bytes[group], segment, group.is_movable_by(segment)
             )
         self._used_up[segment] = [
-            each for each in self._kept_for_recompute(segment) if segment not in each.savers
+            kept for kept in self._kept_for_recompute(segment) if segment not in kept.savers
         ]
 
     def _backward(self, kind: Kind, segment: int) -> int:
@@ -415,9 +414,9 @@ class MicroBatch:
         peak = spans.backward_peak if kind is Kind.B else spans.input_gradient_peak
         during = self._device_bytes - as_bytes(spans.stash[span]) + as_bytes(peak[span])
         if kind is Kind.I:
-            # of what is held for W, its inputs are storages that others may hold too
-            given = [] if segment else [group for group in self._given if group.readers]
-            self._save([*given, *storages.weights_read[segment]], ~segment)
+            # inputs of W are storages that other segments may hold, too
+            inputs = [] if segment else [group for group in self._given if group.readers]
+            self._save([*inputs, *storages.weights_read[segment]], ~segment)
             self._held_for_weights[segment] = storages.held_for_weights_bytes(segment)
         self._residency.done(segment)
         self._used_up.pop(segment, None)
@@ -435,38 +434,39 @@ def micro_batch_states(storages: StageStorages, script: Script) -> tuple[State, 
 
 def micro_batch_scripts(actions: Iterable[Action]) -> dict[MicroBatchKey, Script]:
     """Return the actions of each micro-batch on each stage of a rank, in their order."""
-    found: dict[MicroBatchKey, list[tuple[Kind, int]]] = {}
+    scripts: dict[MicroBatchKey, list[tuple[Kind, int]]] = {}
     for kind, stage, micro_batch, direction, segment in actions:
         if kind in OWN_KINDS:
-            found.setdefault((direction, stage, micro_batch), []).append((kind, segment or 0))
-    return {key: tuple(script) for key, script in found.items()}
+            scripts.setdefault((direction, stage, micro_batch), []).append((kind, segment or 0))
+    return {key: tuple(script) for key, script in scripts.items()}
 
 
 def stage_costs(spans: Spans, boundaries: Sequence[int]) -> StageCosts:
     """Return the costs of the stages of a partition, in seconds and bytes.
 
-    An input of a stage counts among its activations: it is held as long.
+    The inputs of a stage are held as long as its activations, and count among them.
     """
     cuts = list(pairwise(boundaries))
     stages = [spans.profile.layers[first:end] for first, end in cuts]
-    given = tuple(float(spans.profile.given_bytes(first)) for first in boundaries[:-1])
+    input_bytes = tuple(float(spans.profile.given_bytes(first)) for first in boundaries[:-1])
     times: dict[str, Any] = {
         name: tuple(_sum(stage, f"{name}_s") for stage in stages) for name in _TIMES
     }
     loads = tuple(
-        tuple(share * len(each) for share in each)
-        for each in strip_shares(spans.profile, boundaries)
+        tuple(share * len(shares) for share in shares)
+        for shares in strip_shares(spans.profile, boundaries)
     )
     return StageCosts(
         **times,
         strip_loads=loads,
         activation=tuple(
-            float(spans.stash[cut]) + more for cut, more in zip(cuts, given, strict=True)
+            float(spans.stash[cut]) + more for cut, more in zip(cuts, input_bytes, strict=True)
         ),
         held_for_weights=tuple(
-            float(spans.held_for_weights[cut]) + more for cut, more in zip(cuts, given, strict=True)
+            float(spans.held_for_weights[cut]) + more
+            for cut, more in zip(cuts, input_bytes, strict=True)
         ),
-        boundary=given,
+        boundary=input_bytes,
         boundary_bytes=tuple(float(stage[-1].output_bytes) for stage in stages),
         param_bytes=tuple(float(spans.params[cut]) for cut in cuts),
     )
@@ -479,7 +479,7 @@ def acting_stage_costs(
     d2h_bytes_per_s: float,
     h2d_bytes_per_s: float,
 ) -> StageCosts:
-    """Return what `stage_costs` does, with the copying of all that a stage saves to the host."""
+    """Return `stage_costs` with the costs of offloading everything that a stage saves."""
     layers = profile_storages(profile)
     copied: list[SegmentCosts] = []
     for first, end in pairwise(boundaries):
@@ -487,8 +487,8 @@ def acting_stage_costs(
         copied += _segments(storages, _COPIED, d2h_bytes_per_s, h2d_bytes_per_s)
     return replace(
         stage_costs(layers.spans, boundaries),
-        movable=tuple(each.moved for each in copied),
-        copy=tuple(max(each.copy_out, each.copy_in) for each in copied),
+        movable=tuple(costs.moved for costs in copied),
+        copy=tuple(max(costs.copy_out, costs.copy_in) for costs in copied),
     )
 
 
@@ -501,9 +501,9 @@ def segment_costs(
 ) -> StageCosts:
     """Return the costs of the stages and segments of a plan, in seconds and bytes.
 
-    What segments keep and move is that of the micro-batch of which most is moved or recomputed. A
-    storage that several segments save counts in the first of them, which frees it; the stage's
-    input counts in its first segment.
+    The bytes are those of the micro-batch with the most copies and recomputes. A storage that
+    several segments save counts in the first one, which frees it; the stage's input counts in its
+    first segment.
     """
     scripts: dict[int, Script] = {}
     most: dict[int, int] = {}
@@ -518,7 +518,7 @@ def segment_costs(
         for stage in range(schedule.num_stages)
     )
     copy = tuple(
-        max(sum(each.copy_out for each in stage), sum(each.copy_in for each in stage))
+        max(sum(segment.copy_out for segment in stage), sum(segment.copy_in for segment in stage))
         for stage in segments
     )
     stages = stage_costs(profile_storages(profile).spans, plan.boundaries)
@@ -532,33 +532,33 @@ def _segments(
     saved: dict[tuple[Kind, int], int] = {}
     moved: dict[tuple[Kind, int], int] = {}
     before = 0
-    for at, state in zip(script, micro_batch_states(storages, script), strict=True):
-        saved[at], moved[at] = state.activation_bytes - before, state.moved_bytes
+    for place, state in zip(script, micro_batch_states(storages, script), strict=True):
+        saved[place], moved[place] = state.activation_bytes - before, state.moved_bytes
         before = state.activation_bytes
-    found = []
+    segments = []
     for number, (first, end) in enumerate(storages.spans_of):
         profile = storages.layers.profile
         layers = profile.layers[first:end]
-        given = 0 if number else profile.given_bytes(first)
+        input_bytes = 0 if number else profile.given_bytes(first)
         times = {name: _sum(layers, f"{name}_s") for name in _TIMES}
         if storages.is_selective[number]:
             times["recompute"] = _sum(layers, "cheap_s")
         forward = saved.get((Kind.F, number), 0)
         again = saved.get((Kind.R, number))
-        apart = 0 if inputs_leave(script) else given  # else they are saved
+        apart = 0 if inputs_leave(script) else input_bytes  # else they are saved
         out, back = (moved.get((kind, number), 0) for kind in (Kind.OFFLOAD, Kind.PREFETCH))
-        found.append(
+        segments.append(
             SegmentCosts(
                 **times,
                 activation=float(forward + (again or 0) + apart),
-                held_for_weights=float(storages.held_for_weights_bytes(number) + given),
+                held_for_weights=float(storages.held_for_weights_bytes(number) + input_bytes),
                 boundary=float((0 if again is None else forward) + apart),
                 moved=float(out),
                 copy_out=out / d2h_bytes_per_s,
                 copy_in=back / h2d_bytes_per_s,
             )
         )
-    return tuple(found)
+    return tuple(segments)
 
 
 def _sum(layers: Sequence[LayerProfile], name: str) -> float:

@@ -1,7 +1,4 @@
-"""The plan as a linear program.
-
-Choices of all stages, bytes of all ranks, their links and the step's time.
-"""
+"""The memory plan as a linear program: choices of stages, bytes of ranks, copies and time."""
 
 from __future__ import annotations
 
@@ -22,15 +19,15 @@ Weights = tuple[dict[Segment, float], ...]  # of each option, by stage
 
 
 class PlanModel:
-    """The linear program that minimises the step's time under a limit of bytes for every rank.
+    """The linear program that minimizes the step time under a limit of bytes for every rank.
 
-    Copies are a fluid: of a micro-batch's moved bytes any part may leave once the layer that saves
-    it has run, and come back before it is needed, and what leaves or comes during an action is at
-    most the rate times the action's length (the prefix-bandwidth constraints). So real copies,
-    which move one segment after the other, can do no better, and the least time of the MILP bounds
-    that of every plan of these segments. With `is_whole_copies` a segment takes its bytes on the
-    device until all of it has left and from when its copy back is posted, which is as it is where a
-    rank has one micro-batch. Arrival times of data from other ranks are constraints too.
+    Copies are fluid: any part of a micro-batch's moved bytes may leave after the layer that saves
+    it, and return before it is needed. The bytes that leave or return during an action are at most
+    the rate times its length (the prefix-bandwidth constraints). Real copies, which move one
+    segment after the other, cannot do better, so the optimum is a lower bound for all plans of
+    these segments. With `is_whole_copies`, a segment occupies its bytes on the device until it has
+    left completely, and again from the posting of its copy back; this is exact if a rank has one
+    micro-batch. The arrival times of data from other ranks are constraints, too.
     """
 
     def __init__(
@@ -43,20 +40,20 @@ class PlanModel:
         self.case = case
         self.limit_bytes = limit_bytes
         self.moves_all = moves_all
-        # what a split backward keeps from I to W depends on segments and is not counted
+        # the bytes held from I to W depend on segments and are not counted
         whole = tuple(
             tuple(
-                each._replace(kind=Kind.B) if each.kind is Kind.I else each
-                for each in actions
-                if each.kind is not Kind.W
+                action._replace(kind=Kind.B) if action.kind is Kind.I else action
+                for action in actions
+                if action.kind is not Kind.W
             )
             for actions in case.schedule.rank_schedules
         )
         layer_plan = MemoryPlan.by_layer("keep", case.boundaries, {})
-        kept = replace(case, schedule=replace(case.schedule, rank_schedules=whole)).outcome(
+        outcome = replace(case, schedule=replace(case.schedule, rank_schedules=whole)).outcome(
             layer_plan
         )
-        self.program = Program(max(limit_bytes, 1), max(kept.step_s, 1e-12))
+        self.program = Program(max(limit_bytes, 1), max(outcome.step_s, 1e-12))
         self.blocks = []
         for stage, (first, end) in enumerate(pairwise(case.boundaries)):
             directions = range(case.schedule.num_directions)
@@ -74,7 +71,7 @@ class PlanModel:
         self.starts: list[tuple[Action, int, float]] = []
         self.span = self.program.variable()
         for rank in range(case.schedule.num_ranks):
-            _RankRows(self, rank, kept.ranks[rank].points)
+            _RankRows(self, rank, outcome.ranks[rank].points)
         for action, ended, time in self.starts:
             for need in dependencies(action, case.schedule):
                 if need.stage != action.stage:
@@ -84,11 +81,11 @@ class PlanModel:
     def solve(
         self, is_whole: bool, node_limit: int = 0, gap: float = 0.0, copy_share: float = 0.0
     ) -> tuple[Weights, float] | None:
-        """Return the weights of the options (none if the work ended before) and a bound below every plan's seconds.
+        """Return the weights of the options, if found in time, and a lower bound in seconds.
 
-        None if no plan can keep the limit. With `copy_share` a part of each copy's time counts as
-        if it were exposed, more for what is needed sooner: of plans that take the same time, those
-        with fewer copies and the farthest next use come first. The bound is then none.
+        Return None if no plan can keep the limit. With `copy_share`, a share of each copy's time is
+        added to the objective, more for data that is needed sooner. Among plans of equal time, this
+        prefers fewer copies and those with the farthest next use; the bound is then invalid.
         """
         self.program.cost = LinearSum({self.span: 1.0})
         for block in self.blocks if copy_share else ():
@@ -100,18 +97,18 @@ class PlanModel:
                     self.program.cost[at] = (
                         copy_share * (1.0 + nearness) * (copy_s * self.program.per_s)
                     )
-        found = self.program.solve(is_whole, node_limit, gap)
-        if found is None:
+        solution = self.program.solve(is_whole, node_limit, gap)
+        if solution is None:
             return None
-        values = () if found.values is None else found.values
+        values = () if solution.values is None else solution.values
         weights = tuple(
             {option: float(values[at]) for option, at in block.at.items() if values[at] > 1e-6}
             for block in (self.blocks if len(values) else ())
         )
-        return weights, max(0.0, found.bound / self.program.per_s)
+        return weights, max(0.0, solution.bound / self.program.per_s)
 
     def _delay_s(self, need: Action, action: Action) -> float:
-        """Return the seconds that it takes to bring what an action needs from another stage."""
+        """Return the seconds of the transfer that an action needs from another stage."""
         here = self.case.schedule.rank_of(need)
         there = self.case.schedule.rank_of(action)
         layer = self.case.profile.layers[self.case.boundaries[max(need.stage, action.stage)] - 1]
@@ -119,11 +116,11 @@ class PlanModel:
 
 
 class _RankRows:
-    """Writes the constraints of one rank: along its schedule, layer by layer.
+    """The writer of the constraints of one rank, along its schedule, layer by layer.
 
-    Of the running action, `out` and `back` are what leaves and comes, `lasts` and `lasted` its
-    length so far in variables and as a number, `resident` the bytes of other micro-batches, `kept`
-    those if every layer is kept.
+    For the running action, `out` and `back` are the bytes that leave and return, `lasts` and
+    `lasted` its length so far (variables, and a number), `resident` the bytes of other
+    micro-batches, and `kept` the same if every layer is kept.
     """
 
     def __init__(self, model: PlanModel, rank: int, points: Sequence[Point]) -> None:
@@ -146,13 +143,10 @@ class _RankRows:
         self.program.constrain(LinearSum({self.model.span: 1.0}) - self.clock, low=0.0)
 
     def _act(self, action: Action) -> None:
-        """Add the constraints of a whole-stage action.
-
-        Layers, its micro-batch's copies, and those of others.
-        """
+        """Add the constraints of a whole-stage action, including the copies of all micro-batches."""
         program = self.program
         block = self.model.blocks[action.stage]
-        mine = (action.stage, action.micro_batch, action.direction)
+        own_key = (action.stage, action.micro_batch, action.direction)
         self.out, self.back, self.lasts, self.resident = (
             LinearSum(),
             LinearSum(),
@@ -160,41 +154,42 @@ class _RankRows:
             LinearSum(),
         )
         self.lasted, self.kept = 0.0, list[float]()
-        now_on_host = {key: host for key, host in self.on_host.items() if key != mine}
+        now_on_host = {key: host for key, host in self.on_host.items() if key != own_key}
         for key, host in list(now_on_host.items()):
-            left = program.variable()
-            came = program.variable()
+            leaving = program.variable()
+            arriving = program.variable()
             after = program.variable()
             other = self.model.blocks[key[0]]
             moved = other.moved_before(other.end, True)
-            kept = other.forward_bytes(other.end)
+            kept_bytes = other.forward_bytes(other.end)
             program.constrain(
-                LinearSum({after: 1.0, left: -1.0, came: 1.0}) - host, low=0.0, high=0.0
+                LinearSum({after: 1.0, leaving: -1.0, arriving: 1.0}) - host, low=0.0, high=0.0
             )
             program.constrain(LinearSum({after: 1.0}) - moved, high=0.0)
             self.resident += moved - host
-            self.resident += {left: -1.0}
-            self.resident += kept
-            self.kept.append(other.worth_kept(kept))
-            self.out[left], self.back[came] = 1.0, 1.0
-            self.left_of[key][left] = 1.0
+            self.resident += {leaving: -1.0}
+            self.resident += kept_bytes
+            self.kept.append(other.worth_kept(kept_bytes))
+            self.out[leaving], self.back[arriving] = 1.0, 1.0
+            self.left_of[key][leaving] = 1.0
             now_on_host[key] = LinearSum({after: 1.0})
-        self.left_of.setdefault(mine, LinearSum())
+        self.left_of.setdefault(own_key, LinearSum())
         layers = range(block.first, block.end)
         if action.kind is Kind.W:
             total = sum(self.case.profile.layers[layer].weight_grad_s for layer in layers)
             self._advance(LinearSum(), total * program.per_s)
         else:
             is_forward = action.kind is Kind.F
-            now = LinearSum() if is_forward else self.on_host[mine]
+            now = LinearSum() if is_forward else self.on_host[own_key]
             for layer in layers if is_forward else reversed(layers):
                 now = self._layer(action, layer, now)
-            now_on_host[mine] = now
+            now_on_host[own_key] = now
             if not is_forward:
-                del now_on_host[mine]
+                del now_on_host[own_key]
                 if self.model.moves_all:
                     program.constrain(
-                        self.left_of[mine] - block.moved_before(block.end, is_forward=True), low=0.0
+                        self.left_of[own_key] - block.moved_before(block.end, is_forward=True),
+                        low=0.0,
                     )
         for flows, rate in ((self.out, self.out_rate), (self.back, self.in_rate)):
             if flows:
@@ -203,7 +198,7 @@ class _RankRows:
         self.model.ended[action] = next(iter(self.clock))
 
     def _advance(self, more: LinearSum, time: float) -> int:
-        """Advance the clock by a wait, which is returned, and the length of an action."""
+        """Advance the clock by a wait and the length of an action; return the wait."""
         wait = self.program.variable()
         ended = self.program.variable()
         self.program.constrain(
@@ -215,7 +210,7 @@ class _RankRows:
         return wait
 
     def _layer(self, action: Action, layer: int, host: LinearSum) -> LinearSum:
-        """Add the constraints of a layer of an action, and return what its micro-batch has on the host after it."""
+        """Add the constraints of a layer of an action, and return the bytes on the host after it."""
         program = self.program
         block = self.model.blocks[action.stage]
         profile = self.case.profile.layers[layer]
@@ -231,37 +226,43 @@ class _RankRows:
         wait = self._advance(again, time)
         if layer == (block.first if is_forward else block.end - 1):
             self.model.starts.append((action, next(iter(self.clock)), time))
-        waited_out, waited_back, left, came, begin, after = (program.variable() for _ in range(6))
+        waited_out, waited_back, leaving, arriving, begin, after = (
+            program.variable() for _ in range(6)
+        )
         program.constrain({waited_out: 1.0, wait: -self.out_rate}, high=0.0)
         program.constrain({waited_back: 1.0, wait: -self.in_rate}, high=0.0)
         program.constrain(
-            LinearSum({left: 1.0}) + again * -self.out_rate, high=self.out_rate * time
+            LinearSum({leaving: 1.0}) + again * -self.out_rate, high=self.out_rate * time
         )
-        program.constrain(LinearSum({came: 1.0}) + again * -self.in_rate, high=self.in_rate * time)
+        program.constrain(
+            LinearSum({arriving: 1.0}) + again * -self.in_rate, high=self.in_rate * time
+        )
         program.constrain(
             LinearSum({begin: 1.0, waited_out: -1.0, waited_back: 1.0}) - host, low=0.0, high=0.0
         )
-        program.constrain({after: 1.0, begin: -1.0, left: -1.0, came: 1.0}, low=0.0, high=0.0)
-        self.out |= {waited_out: 1.0, left: 1.0}
+        program.constrain(
+            {after: 1.0, begin: -1.0, leaving: -1.0, arriving: 1.0}, low=0.0, high=0.0
+        )
+        self.out |= {waited_out: 1.0, leaving: 1.0}
         self.left_of[action.stage, action.micro_batch, action.direction] |= {
             waited_out: 1.0,
-            left: 1.0,
+            leaving: 1.0,
         }
-        self.back |= {waited_back: 1.0, came: 1.0}
+        self.back |= {waited_back: 1.0, arriving: 1.0}
         before = posted = block.moved_before(layer, is_forward)
         if is_forward:  # what earlier layers have saved
             posted = block.before(layer, block.moved_own, block.moved_saved)
         program.constrain(LinearSum({begin: 1.0}) - posted, high=0.0)
         program.constrain(LinearSum({after: 1.0}) - posted, high=0.0)
-        held = block.forward_bytes(layer) if is_forward else block.backward_bytes(layer)
-        coming = LinearSum({came: 1.0})
+        held_bytes = block.forward_bytes(layer) if is_forward else block.backward_bytes(layer)
+        coming = LinearSum({arriving: 1.0})
         under_way = before | {begin: -1.0}
         if self.model.copies:
             under_way = self.model.copies[action.stage].on_device(layer, is_forward, (begin, after))
             coming = LinearSum()
         kind = Kind.B if action.kind is Kind.I else action.kind
         part = action._replace(kind=kind, segment=layer - self.case.boundaries[action.stage])
-        # by how much an action may need less than if each layer is kept as a segment of its own
+        # the most that an action may save over keeping each layer as a segment of its own
         spared = self.messages[part]
         if action.kind is Kind.B:
             spans = profile_storages(self.case.profile).spans
@@ -269,29 +270,36 @@ class _RankRows:
             spared += max(
                 0, int(spans.backward_peak[at] - (spans.stash[at] + profile.backward_peak_bytes))
             )
-        self._limit(block, held, held + under_way + coming, self.during[part] - spared)
+        self._limit(block, held_bytes, held_bytes + under_way + coming, self.during[part] - spared)
         if not is_forward:
-            # what a recompute needs that ends with a layer, before the layer's backward
-            held = block.again_bytes(layer)
-            self._limit(block, held, held + under_way, self.before[part] - block.saved_bytes[layer])
+            # bytes of a recompute that ends with a layer, before the layer's backward
+            held_bytes = block.again_bytes(layer)
+            self._limit(
+                block,
+                held_bytes,
+                held_bytes + under_way,
+                self.before[part] - block.saved_bytes[layer],
+            )
         return LinearSum({after: 1.0})
 
-    def _limit(self, block: StageBlock, held: LinearSum, terms: LinearSum, kept_bytes: int) -> None:
-        """Limit an action's bytes: those if every layer is kept, of the timeline, and the difference to them."""
-        kept = sum([block.worth_kept(held), *self.kept])
+    def _limit(
+        self, block: StageBlock, held_bytes: LinearSum, terms: LinearSum, kept_bytes: int
+    ) -> None:
+        """Limit an action's bytes: those of the timeline with everything kept, plus the change."""
+        margin = sum([block.worth_kept(held_bytes), *self.kept])
         limit = self.model.limit_bytes * self.program.per_byte
         self.program.constrain(
-            terms + self.resident, high=limit - kept_bytes * self.program.per_byte + kept
+            terms + self.resident, high=limit - kept_bytes * self.program.per_byte + margin
         )
 
 
 def _spared_messages(points: Sequence[Point]) -> dict[Action, int]:
-    """Return for each action the bytes of messages that a recompute before a backward would spare.
+    """Return, for each action, the bytes of messages that a recompute before a backward avoids.
 
-    Then a receive of that backward is posted an action later, and what was sent before it is gone
-    by then.
+    With a recompute, a receive of that backward is posted an action later, and earlier sends have
+    completed.
     """
-    found: dict[Action, int] = {}
+    spared_bytes: dict[Action, int] = {}
     sent = before = 0
     received: list[tuple[Action, int]] = []
     for point in points:
@@ -304,22 +312,22 @@ def _spared_messages(points: Sequence[Point]) -> dict[Action, int]:
             received.append((action, more))
         elif action.kind in COMPUTE_KINDS:
             is_backward = action.kind in (Kind.B, Kind.I)
-            found[action] = sent * is_backward + sum(
-                size for each, size in received if not is_backward or each[1:4] != action[1:4]
+            spared_bytes[action] = sent * is_backward + sum(
+                size for receive, size in received if not is_backward or receive[1:4] != action[1:4]
             )
             sent = 0
             received = []
-    return found
+    return spared_bytes
 
 
 class _WholeCopies:
-    """For one stage: during which layers' actions an offloaded segment is on the device, all of it or nothing.
+    """The constraints that an offloaded segment of a stage is on the device completely or not at all.
 
-    It is gone once the host has it whole, and there in full from the posting of the copy back. By
-    the layer that needs them last, `_parts` are the bytes that leave together: how many, the
-    variable of their leaving, the layer that makes them, whether an earlier layer saved them too
-    (they leave with that one if this one is not offloaded), and the storage if several layers see
-    it. One that leaves as an input of a recomputed segment may do so at any time.
+    It is gone once the host has all of it, and back from the posting of the copy back. `_parts`
+    has, by the layer that needs them last, the bytes that leave together: their number, the
+    variable of their leaving, the layer that makes them, whether an earlier layer saved them, too
+    (they leave with that layer if this one is not offloaded), and the storage if several layers see
+    it. A storage that leaves as an input of a recomputed segment may do so at any time.
     """
 
     def __init__(self, program: Program, block: StageBlock) -> None:
@@ -334,19 +342,18 @@ class _WholeCopies:
                 at,
                 ([(size, at, layer, False, None)] if size else []),
             )
-        for each, moved in block.moved.items():
-            self._parts[owner_of(each)].append(
-                (each.total_bytes, moved, each.maker, len(each.savers) > 1, each)
+        for storage, moved in block.moved.items():
+            self._parts[owner_of(storage)].append(
+                (storage.total_bytes, moved, storage.maker, len(storage.savers) > 1, storage)
             )
 
     def on_device(self, layer: int, is_forward: bool, hosts: tuple[int, int]) -> LinearSum:
-        """Return the bytes of earlier layers that copies take and that are on the device.
+        """Return the bytes of earlier layers' copies on the device during an action of a layer.
 
-        They are counted during an action of a layer. `hosts` are the variables of the bytes on the
-        host when the action begins and when it ends.
+        `hosts` are the variables of the bytes on the host at the begin and the end of the action.
         """
         program = self.program
-        found = LinearSum()
+        on_device_bytes = LinearSum()
         away = LinearSum()
         for saver, parts in self._parts.items():
             here = [part for part in parts if part[2] < layer and (is_forward or saver < layer)]
@@ -356,11 +363,11 @@ class _WholeCopies:
                 there = program.variable(1.0)
                 takers = [] if storage is None else self.block.takers[storage]
                 taken = LinearSum((self.block.at[option], 1.0) for option in takers)
-                left = LinearSum({moved: 1.0})
+                leaving = LinearSum({moved: 1.0})
                 if storage is not None and not is_forward:
-                    left -= self.block.returned(storage, layer)
+                    leaving -= self.block.returned(storage, layer)
                 # on the device as its segment is, if it leaves at all and with that segment
-                leaves = LinearSum({there: 1.0}) - left
+                leaves = LinearSum({there: 1.0}) - leaving
                 program.constrain(leaves, high=0.0)
                 is_early = (
                     is_forward and saver >= layer and all(option.end > saver for option in takers)
@@ -376,8 +383,8 @@ class _WholeCopies:
                     program.constrain(
                         leaves + {is_there: -1.0} - bound + taken, low=-1.0 - is_of_several
                     )
-                found[there] = size
+                on_device_bytes[there] = size
                 away += leaves * -size
         for host in hosts:
             program.constrain(LinearSum({host: 1.0}) - away, low=0.0)
-        return found
+        return on_device_bytes

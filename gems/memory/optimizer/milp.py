@@ -1,7 +1,4 @@
-"""A mixed-integer linear program under construction, scaled evenly and solved by HiGHS.
-
-Its quantities are bytes and seconds.
-"""
+"""A mixed-integer linear program in bytes and seconds, scaled evenly and solved by HiGHS."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from numpy.typing import NDArray
 
 from gems.utils.stdio import stdout_to_stderr
 
-TOLERANCE = 1e-6  # by how much a constraint may be off, in scaled units, and with it the bound
+TOLERANCE = 1e-6  # of constraints and of the bound, in scaled units
 UNITS = 1000.0
 
 
@@ -22,36 +19,36 @@ class LinearSum(dict[int, float]):
 
     def __add__(self, other: Mapping[int, float]) -> LinearSum:
         small, large = (self, other) if len(self) < len(other) else (other, self)
-        found = LinearSum(large)
-        found += small
-        return found
+        total = LinearSum(large)
+        total += small
+        return total
 
     def __iadd__(self, other: Mapping[int, float]) -> LinearSum:
         for variable, factor in other.items():
-            self[variable] = self[variable] + factor if variable in self else factor
+            self[variable] = self.get(variable, 0.0) + factor
         return self
 
     def __sub__(self, other: Mapping[int, float]) -> LinearSum:
-        found = LinearSum(self)
-        for variable, factor in other.items():
-            found[variable] = found[variable] - factor if variable in found else -factor
-        return found
+        difference = LinearSum(self)
+        difference += {variable: -factor for variable, factor in other.items()}
+        return difference
 
     def __mul__(self, factor: float) -> LinearSum:
         return LinearSum({variable: factor * value for variable, value in self.items()})
 
 
 class Solution(NamedTuple):
-    """The values of all variables, and a bound proven below the least objective, in scaled units."""
+    """The values of all variables, and a lower bound of the objective, in scaled units."""
 
-    values: NDArray[np.float64] | None  # None if no whole solution was found
+    values: NDArray[np.float64] | None  # None if no integer solution was found
     bound: float
 
 
 class Program:
-    """Variables, constraints and a cost to be minimised; `bytes_scale` and `s_scale` become 1000 units.
+    """Variables, constraints and a cost to be minimized.
 
-    Multiply bytes by `per_byte` and seconds by `per_s` to scale them.
+    Multiply bytes by `per_byte` and seconds by `per_s` to scale them; `bytes_scale` and `s_scale`
+    become 1000 units.
     """
 
     def __init__(self, bytes_scale: float, s_scale: float) -> None:
@@ -64,7 +61,7 @@ class Program:
 
     @property
     def num_variables(self) -> int:
-        """How many variables there are so far."""
+        """The number of variables so far."""
         return len(self._low)
 
     def variable(self, high: float = np.inf, is_whole: bool = False) -> int:
@@ -81,11 +78,11 @@ class Program:
         self._constraints.append((terms, low, high))
 
     def solve(self, is_whole: bool, node_limit: int = 0, gap: float = 0.0) -> Solution | None:
-        """Solve the MILP, or its relaxation; None if it has no solution.
+        """Solve the MILP, or its relaxation; return None if it has no solution.
 
-        Work is bounded in nodes, not seconds.
+        Work is limited in nodes, not in seconds.
         """
-        # here, because a login node plans without it where the policy asks for no MILP
+        # imported here, because policies without a MILP plan on a login node
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
 
@@ -104,16 +101,16 @@ class Program:
         )
         lows, highs = ([constraint[side] for constraint in self._constraints] for side in (1, 2))
         with stdout_to_stderr():
-            found = milp(
+            result = milp(
                 cost,
                 integrality=np.array(self._whole) if is_whole else None,
                 bounds=Bounds(np.array(self._low), np.array(self._high)),
                 constraints=LinearConstraint(matrix, lows, highs),
                 options={"node_limit": node_limit, "mip_rel_gap": gap} if is_whole else {},
             )
-        if found.status == 2:
+        if result.status == 2:
             return None
-        bound = found.mip_dual_bound if is_whole else None
+        bound = result.mip_dual_bound if is_whole else None
         if bound is None:
-            bound = found.fun if found.status == 0 and found.fun is not None else -np.inf
-        return Solution(found.x, bound - TOLERANCE * max(1.0, abs(bound)))
+            bound = result.fun if result.status == 0 and result.fun is not None else -np.inf
+        return Solution(result.x, bound - TOLERANCE * max(1.0, abs(bound)))

@@ -1,7 +1,4 @@
-"""The optimal plan, found by a MILP and a local search.
-
-For each layer it chooses to keep, offload or recompute so that the step is fastest.
-"""
+"""The fastest memory plan, by a MILP and a local search over keep, offload or recompute per layer."""
 
 from __future__ import annotations
 
@@ -20,22 +17,20 @@ from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.storages import profile_storages
 
 POLICY = "plan"
-# For which limits and prices of copies the MILP is solved beside: the share of the largest layer's
-# saved bytes that is left for copies under way, and what of a hidden copy's time counts as if it
-# were exposed, where plans are alike.
+# further solutions of the MILP: the share of the largest layer's saved bytes to leave free for
+# copies in flight, and the share of hidden copy time to add to the objective
 VARIANTS = ((0.0, 0.01), (0.25, 0.01))
 FLUID_VARIANTS = ((0.5, 0.1), (1.0, 0.1))
-# how far the mixed-integer program is followed, and its looser end where only a plan is asked for;
-# a budget above the usual one follows the bound further, by so many nodes a second over the number
-# of variables
+# limits of the mixed-integer program, with a looser gap if only a plan is needed; a budget above
+# the usual one improves the bound with NODES_PER_S / number of variables nodes a second
 NODES = 10
 GAP = 0.01
 LOOSE_GAP = 0.02
 USUAL_BUDGET_S = 10.0
 NODES_PER_S = 60_000
-GOOD = 0.001  # a plan this near to the bound is not improved further
-VARIABLES_PER_S = 600  # of a MILP that HiGHS follows so far in a second
-SEARCH_SHARE = 0.5  # of the budget; the MILPs have the rest
+GOOD = 0.001  # relative distance to the bound at which the search ends
+VARIABLES_PER_S = 600  # size of a MILP that HiGHS solves to these limits in a second
+SEARCH_SHARE = 0.5  # of the budget; the MILPs get the rest
 # numbers of segments into which a recomputed stage is divided; 0: each layer by itself
 PARTS = (0, 1, 2, 3, 4, 6, 8)
 ADVICE = (
@@ -43,10 +38,10 @@ ADVICE = (
     " micro-batch"
 )
 ACTIONS_PER_S = 60_000  # actions of a schedule that a common core simulates in a second
-ACTIONS_OF_A_LAYER = 10  # what finding out a layer's storages costs beside
-HOTTEST = 0.02  # the share of a step that annealing first gives away lightly
+ACTIONS_OF_A_LAYER = 10  # additional effort to derive a layer's storages
+HOTTEST = 0.02  # first temperature of annealing, as a share of the step
 STARTS = 3  # plans from which a descent begins
-MAX_ROUNDS = 20_000  # a case so small that all its plans are known soon must end too
+MAX_ROUNDS = 20_000  # ends the search of tiny cases, whose plans are soon all known
 RUNS = (2, 3, 4, 6)  # lengths of segments that are recomputed as one change
 Cut = tuple[tuple[Segment, ...], ...]
 Move = Callable[[tuple[Segment, ...]], tuple[Segment, ...] | None]
@@ -111,24 +106,28 @@ def plan(
     search = Search(case, limit_bytes, SEARCH_SHARE * budget_s)
     if not search.excess_bytes(case.kept):
         return _planned(case.kept, case.kept.step_s, "keep")
-    tried = [("all layers alike", search.judge(cut)) for cut in _simple(case)]
+    attempts = [("all layers alike", search.judge(cut)) for cut in _simple(case)]
     for rival in rivals:
-        tried.append((rival.policy, search.simulate(rival)))
-        tried.append((rival.policy, search.judge(rival.stages)))
+        attempts.append((rival.policy, search.simulate(rival)))
+        attempts.append((rival.policy, search.judge(rival.stages)))
     bound_s = 0.0
     for bound_s, cut in _by_milp(case, limit_bytes, budget_s):
         search.good_s = (1.0 + GOOD) * bound_s
         if cut is not None:
-            tried.append(("programme", search.judge(cut)))
-        if any(search.is_good(each) for _, each in tried):
+            attempts.append(("programme", search.judge(cut)))
+        if any(search.is_good(attempt) for _, attempt in attempts):
             break
-    method, best = min(tried, key=lambda each: search.cost(each[1]))
-    found = search.improve([case.kept, *search.choose_order([each for _, each in tried])])
-    if search.excess_bytes(found):
-        raise _too_small(case, found, limit_bytes)
-    if found is not best:
+    method, best = min(attempts, key=lambda attempt: search.cost(attempt[1]))
+    improved = search.improve(
+        [case.kept, *search.choose_order([attempt for _, attempt in attempts])]
+    )
+    if search.excess_bytes(improved):
+        raise _too_small(case, improved, limit_bytes)
+    if improved is not best:
         method += ", improved by search"
-    return _planned(shortened(search.joined(found), limit_bytes, search.simulate), bound_s, method)
+    return _planned(
+        shortened(search.joined(improved), limit_bytes, search.simulate), bound_s, method
+    )
 
 
 def _planned(outcome: PlanOutcome, bound_s: float, method: str) -> Planned:
@@ -167,9 +166,9 @@ def _by_milp(
     largest = max(float(spans.stash[layer, layer + 1]) for layer in range(case.profile.num_layers))
     for margin, copy_share in VARIANTS if is_exact else FLUID_VARIANTS[: 1 + is_chain]:
         model = PlanModel(case, int(limit_bytes - margin * largest), is_whole_copies=is_exact)
-        found = model.solve(is_small, NODES if is_chain else 1, LOOSE_GAP, copy_share)
-        if found is not None and found[0]:
-            yield bound_s, _rounded(case, found[0])
+        solution = model.solve(is_small, NODES if is_chain else 1, LOOSE_GAP, copy_share)
+        if solution is not None and solution[0]:
+            yield bound_s, _rounded(case, solution[0])
 
 
 def _rounded(case: MemoryCase, weights: Weights) -> Cut:
@@ -247,12 +246,12 @@ class Search:
 
     def simulate(self, plan: MemoryPlan) -> PlanOutcome:
         """Simulate a plan and charge the budget for it."""
-        found = self.case.outcome(plan)
+        outcome = self.case.outcome(plan)
         self._left -= (
-            sum(map(len, found.schedule.rank_schedules))
+            sum(map(len, outcome.schedule.rank_schedules))
             + ACTIONS_OF_A_LAYER * self.case.profile.num_layers
         )
-        return found
+        return outcome
 
     def judge(self, stages: Cut) -> PlanOutcome:
         """Set the windows of a plan's copies and simulate it.
@@ -266,13 +265,15 @@ class Search:
 
     def choose_order(self, starts: Sequence[PlanOutcome]) -> list[PlanOutcome]:
         """Choose the window order that suits the best starts, and return all outcomes tried."""
-        found = {way: list(starts) for way in WindowOrder}
+        outcomes = {order: list(starts) for order in WindowOrder}
         for start in sorted(starts, key=self.cost)[:STARTS]:
             for self.way in WindowOrder:
                 if self._left > 0:
-                    found[self.way].append(self.judge(start.plan.stages))
-        self.way = min(WindowOrder, key=lambda way: min(map(self.cost, found[way])))
-        return list({id(each): each for tried in found.values() for each in tried}.values())
+                    outcomes[self.way].append(self.judge(start.plan.stages))
+        self.way = min(WindowOrder, key=lambda order: min(map(self.cost, outcomes[order])))
+        return list(
+            {id(outcome): outcome for tried in outcomes.values() for outcome in tried}.values()
+        )
 
     def is_good(self, tried: PlanOutcome) -> bool:
         """Return whether a plan fits and is fast enough."""
@@ -301,10 +302,10 @@ class Search:
         The schedule is then shorter.
         """
         plan = MemoryPlan("plan", _bare(best.plan.stages)).joined()
-        found = self._with_windows(plan.stages, tuple(WindowOrder))
+        joined_outcome = self._with_windows(plan.stages, tuple(WindowOrder))
         return (
-            found
-            if self.cost(found) <= (self.excess_bytes(best), best.step_s * (1 + 1e-9))
+            joined_outcome
+            if self.cost(joined_outcome) <= (self.excess_bytes(best), best.step_s * (1 + 1e-9))
             else best
         )
 
@@ -328,30 +329,30 @@ class Search:
         moves = [(stage, move) for stage, cut in enumerate(stages) for move in _moves(cut)]
         self._random.shuffle(moves)
         for stage, move in moves:
-            found = None if self.is_good(best) else self._after(stages, stage, move)
-            if found is not None and self.cost(found) < self.cost(best):
-                best = found
-                stages = _by_layer(found.plan.stages)
+            outcome = None if self.is_good(best) else self._after(stages, stage, move)
+            if outcome is not None and self.cost(outcome) < self.cost(best):
+                best = outcome
+                stages = _by_layer(outcome.plan.stages)
         return best
 
     def _anneal(self, best: PlanOutcome) -> PlanOutcome:
         """Take changes that cost a little too, ever less as the budget goes (Kirkpatrick et al. 1983)."""
-        now = best
+        current = best
         whole = max(self._left, 1.0)
         rounds = 0
         while self._left > 0 and not self.is_good(best) and rounds < MAX_ROUNDS:
             rounds += 1
-            stages = _by_layer(now.plan.stages)
+            stages = _by_layer(current.plan.stages)
             stage = self._random.randrange(len(stages))
             move = self._random.choice(list(_moves(stages[stage])))
-            found = self._after(stages, stage, move)
-            if found is None or self.excess_bytes(found) > self.excess_bytes(now):
+            outcome = self._after(stages, stage, move)
+            if outcome is None or self.excess_bytes(outcome) > self.excess_bytes(current):
                 continue
             warmth = HOTTEST * best.step_s * self._left / whole
-            worse_s = found.step_s - now.step_s
+            worse_s = outcome.step_s - current.step_s
             if worse_s <= 0 or (warmth > 0 and self._random.random() < math.exp(-worse_s / warmth)):
-                now = found
-                best = min(best, now, key=self.cost)
+                current = outcome
+                best = min(best, current, key=self.cost)
         return best
 
     def _after(self, stages: Cut, stage: int, move: Move) -> PlanOutcome | None:
@@ -379,45 +380,55 @@ def _moves(cut: tuple[Segment, ...]) -> Iterator[Move]:
 
 
 def _chosen(
-    now: tuple[Segment, ...], first: int, end: int, choice: Choice
+    segments: tuple[Segment, ...], first: int, end: int, choice: Choice
 ) -> tuple[Segment, ...] | None:
     """Make a range of layers one segment with a choice.
 
     The remainders of the segments around them stay as they were.
     """
-    if any((each.first, each.end, each.choice) == (first, end, choice) for each in now):
+    if any(
+        (segment.first, segment.end, segment.choice) == (first, end, choice) for segment in segments
+    ):
         return None
-    before = [replace(each, end=min(each.end, first)) for each in now if each.first < first]
-    after = [replace(each, first=max(each.first, end)) for each in now if each.end > end]
+    before = [
+        replace(segment, end=min(segment.end, first))
+        for segment in segments
+        if segment.first < first
+    ]
+    after = [
+        replace(segment, first=max(segment.first, end)) for segment in segments if segment.end > end
+    ]
     return (*before, Segment(first, end, choice), *after)
 
 
-def _swapped(now: tuple[Segment, ...], layer: int, other: int) -> tuple[Segment, ...] | None:
+def _swapped(segments: tuple[Segment, ...], layer: int, other: int) -> tuple[Segment, ...] | None:
     """Exchange the choices of two layers."""
-    if other >= now[-1].end:
+    if other >= segments[-1].end:
         return None
-    one, two = (next(s.choice for s in now if s.first <= each < s.end) for each in (layer, other))
-    changed = None if one is two else _chosen(now, layer, layer + 1, two)
-    return None if changed is None else _chosen(changed, other, other + 1, one)
+    first, second = (
+        next(s.choice for s in segments if s.first <= index < s.end) for index in (layer, other)
+    )
+    changed = None if first is second else _chosen(segments, layer, layer + 1, second)
+    return None if changed is None else _chosen(changed, other, other + 1, first)
 
 
-def _toggled(now: tuple[Segment, ...], layer: int) -> tuple[Segment, ...] | None:
+def _toggled(segments: tuple[Segment, ...], layer: int) -> tuple[Segment, ...] | None:
     """Split a recomputed segment before a layer, or join the two that meet there."""
-    for index, segment in enumerate(now):
+    for index, segment in enumerate(segments):
         if not segment.choice.is_recomputed:
             continue
         if segment.first < layer < segment.end:
             return (
-                *now[:index],
+                *segments[:index],
                 replace(segment, end=layer),
                 replace(segment, first=layer),
-                *now[index + 1 :],
+                *segments[index + 1 :],
             )
-        if segment.first == layer and index and now[index - 1].choice is segment.choice:
+        if segment.first == layer and index and segments[index - 1].choice is segment.choice:
             return (
-                *now[: index - 1],
-                replace(segment, first=now[index - 1].first),
-                *now[index + 1 :],
+                *segments[: index - 1],
+                replace(segment, first=segments[index - 1].first),
+                *segments[index + 1 :],
             )
     return None
 

@@ -10,7 +10,7 @@ from gems.memory.plan import Choice, Segment
 from gems.memory.storages import Storage, profile_storages
 from gems.profile import ModelProfile
 
-# how many possible segments a stage may have, about; longer ones are left out where it has more
+# approximate number of possible segments of a stage; longer segments are left out
 MAX_OPTIONS = 1200
 
 
@@ -40,14 +40,16 @@ class StageBlock:
         self.end = end
         self.given_bytes = given_bytes if given_bytes >= least_bytes else 0
         self.storages = profile_storages(profile).made(first, end, least_bytes)
-        self.shared = tuple(each for each in self.storages if each.last_use > each.maker)
+        self.shared = tuple(
+            storage for storage in self.storages if storage.last_use > storage.maker
+        )
         self.own: dict[int, list[Storage]] = {layer: [] for layer in range(first, end)}
         self.saved_bytes: Counter[int] = Counter()  # by layer, wherever in the stage it was made
-        for each in self.storages:
-            if each.last_use == each.maker:
-                self.own[each.maker].append(each)
-            for saver in each.savers:
-                self.saved_bytes[saver] += each.total_bytes
+        for storage in self.storages:
+            if storage.last_use == storage.maker:
+                self.own[storage.maker].append(storage)
+            for saver in storage.savers:
+                self.saved_bytes[saver] += storage.total_bytes
         self.at = {option: program.variable(1.0, is_whole=True) for option in self._options()}
         self.covering: dict[int, list[Segment]] = {layer: [] for layer in range(first, end)}
         for option in self.at:
@@ -59,14 +61,17 @@ class StageBlock:
         self._path()
         # the recomputed segments whose inputs leave, by the storages that are among these
         self.takers = {
-            each: [option for option in self.at if _is_taken(each, option)] for each in self.shared
+            storage: [option for option in self.at if _is_taken(storage, option)]
+            for storage in self.shared
         }
-        self.held = {each: self._held(each) for each in self.shared}
+        self.held = {storage: self._held(storage) for storage in self.shared}
         self.moved = {
-            each: self._moved(each) for each in self.shared if each.savers or self.takers[each]
+            storage: self._moved(storage)
+            for storage in self.shared
+            if storage.savers or self.takers[storage]
         }
         self._back = self._returned(owner_of)
-        self._extra = self._returned(lambda each: each.last_use)
+        self._extra = self._returned(lambda storage: storage.last_use)
         self._kept_earlier: dict[int, LinearSum] = {}
         self._brought: dict[tuple[int, Choice], dict[int, int]] = {}
         self._sums()
@@ -90,7 +95,7 @@ class StageBlock:
             for stop in ends:
                 yield Segment(begin, stop, Choice.RECOMPUTE)
                 option = Segment(begin, stop, Choice.OFFLOAD_INPUTS)
-                if any(_is_taken(each, option) for each in self.shared) or self._given_bytes(
+                if any(_is_taken(storage, option) for storage in self.shared) or self._given_bytes(
                     option
                 ):
                     yield option
@@ -128,14 +133,14 @@ class StageBlock:
 
     def again_s(self, layer: int) -> LinearSum:
         """Return the scaled seconds of the recompute right before the backward of a layer."""
-        found = LinearSum()
+        seconds = LinearSum()
         for option, at in self._recomputed_for(layer):
             layers = self.profile.layers[option.first : option.end]
             is_selective = option.choice is Choice.SELECTIVE
-            found[at] = self.program.per_s * sum(
-                each.cheap_s if is_selective else each.recompute_s for each in layers
+            seconds[at] = self.program.per_s * sum(
+                storage.cheap_s if is_selective else storage.recompute_s for storage in layers
             )
-        return found
+        return seconds
 
     def forward_bytes(self, layer: int) -> LinearSum:
         """Return the bytes of earlier layers on the device when the forward of a layer begins.
@@ -143,8 +148,8 @@ class StageBlock:
         At the end of the stage, the stage's inputs that leave are subtracted; elsewhere they count
         as if they stayed.
         """
-        found = self.before(layer, self.kept_own, self.kept_made)
-        return found - self._given_left() if layer == self.end else found
+        kept_bytes = self.before(layer, self.kept_own, self.kept_made)
+        return kept_bytes - self._given_left() if layer == self.end else kept_bytes
 
     def moved_before(self, layer: int, is_forward: bool) -> LinearSum:
         """Return the bytes of earlier layers that copies move.
@@ -153,8 +158,8 @@ class StageBlock:
         they need.
         """
         if is_forward:
-            found = self.before(layer, self.moved_own, self.moved_made)
-            return found + self._given_left() if layer == self.end else found
+            moved_bytes = self.before(layer, self.moved_own, self.moved_made)
+            return moved_bytes + self._given_left() if layer == self.end else moved_bytes
         return self.before(layer, self.moved_own, self.moved_done) - self._back[layer]
 
     def worth_kept(self, terms: LinearSum) -> float:
@@ -163,12 +168,12 @@ class StageBlock:
             factor * self.value_kept.get(variable, 0.0) for variable, factor in terms.items()
         )
 
-    def returned(self, each: Storage, layer: int) -> LinearSum:
+    def returned(self, storage: Storage, layer: int) -> LinearSum:
         """Return whether a storage is back before a layer's backward because of a recompute.
 
         The recompute is one that covers later layers, too.
         """
-        return self._any(option for option in self._last_takers(each) if option.end > layer)
+        return self._any(option for option in self._last_takers(storage) if option.end > layer)
 
     def copied_bytes(self, option: Segment) -> int:
         """Return the bytes that leave with an option's copy.
@@ -176,18 +181,24 @@ class StageBlock:
         These are the bytes that leave if the option is copied and nothing later needs them.
         """
         if option.choice is Choice.OFFLOAD_INPUTS:
-            taken = sum(each.total_bytes for each in self.shared if _is_taken(each, option))
+            taken = sum(
+                storage.total_bytes for storage in self.shared if _is_taken(storage, option)
+            )
             return taken + self._given_bytes(option)
         is_offloaded = option.choice is Choice.OFFLOAD
         return sum(
-            each.total_bytes
-            for each in self.storages
-            if is_offloaded and option.first in each.savers[-1:]
+            storage.total_bytes
+            for storage in self.storages
+            if is_offloaded and option.first in storage.savers[-1:]
         )
 
     def own_movable_bytes(self, layer: int) -> int:
         """Return the bytes that only one layer sees and saves, and that a copy can move."""
-        return sum(each.total_bytes for each in self.own[layer] if each.savers and each.is_movable)
+        return sum(
+            storage.total_bytes
+            for storage in self.own[layer]
+            if storage.savers and storage.is_movable
+        )
 
     def _given_bytes(self, option: Segment) -> int:
         """Return the bytes of the stage's inputs that leave with a segment."""
@@ -205,20 +216,22 @@ class StageBlock:
     def _recomputed_for(self, layer: int) -> list[tuple[Segment, int]]:
         """Return the options recomputed right before a layer's backward, with their variables."""
         options = [
-            each
-            for each in self.covering[layer]
-            if each.choice.is_recomputed and each.end == layer + 1
+            storage
+            for storage in self.covering[layer]
+            if storage.choice.is_recomputed and storage.end == layer + 1
         ]
         return [(option, self.at[option]) for option in options]
 
     def _earlier(self, layer: int) -> LinearSum:
         """Return the bytes that earlier layers keep on the device at the backward of a layer."""
         if layer not in self._kept_earlier:
-            found = self.before(layer, self.kept_own, self.kept_done) + self._extra[layer]
-            for each in self.shared:
-                if each.maker < layer <= each.last_use and layer not in each.savers:
-                    found[self._rest(each, layer)] = self.program.per_byte * each.total_bytes
-            self._kept_earlier[layer] = found
+            kept_bytes = self.before(layer, self.kept_own, self.kept_done) + self._extra[layer]
+            for storage in self.shared:
+                if storage.maker < layer <= storage.last_use and layer not in storage.savers:
+                    kept_bytes[self._rest(storage, layer)] = (
+                        self.program.per_byte * storage.total_bytes
+                    )
+            self._kept_earlier[layer] = kept_bytes
         return self._kept_earlier[layer]
 
     def _path(self) -> None:
@@ -246,64 +259,74 @@ class StageBlock:
             option for option in self.covering[layer] if option.choice is Choice.OFFLOAD
         )
 
-    def _held(self, each: Storage) -> int:
+    def _held(self, storage: Storage) -> int:
         """Make the variable that tells whether a storage stays.
 
         The last layer that needs it decides, and takes it along if it is offloaded.
         """
         variable = self.program.variable(1.0)
-        self.value_kept[variable] = float(bool(each.savers))
+        self.value_kept[variable] = float(bool(storage.savers))
         taken = LinearSum()
-        for layer in range(each.last_use, each.maker - 1, -1):
-            needing = self._needing(each, layer)
+        for layer in range(storage.last_use, storage.maker - 1, -1):
+            needing = self._needing(storage, layer)
             if needing:
                 self.program.constrain(LinearSum({variable: 1.0}) - needing + taken, low=0.0)
-            taken += self._taking(each, layer)
+            taken += self._taking(storage, layer)
         return variable
 
-    def _moved(self, each: Storage) -> int:
+    def _moved(self, storage: Storage) -> int:
         """Make the variable that tells whether a storage leaves."""
         variable = self.program.variable(1.0)
         staying = LinearSum()
-        for layer in range(each.last_use, each.maker - 1, -1):
-            needing = self._needing(each, layer)
-            taking = self._taking(each, layer)
+        for layer in range(storage.last_use, storage.maker - 1, -1):
+            needing = self._needing(storage, layer)
+            taking = self._taking(storage, layer)
             for terms in (needing, taking):
-                if terms and each.is_movable:
+                if terms and storage.is_movable:
                     self.program.constrain(
-                        LinearSum({variable: 1.0, self.held[each]: 1.0}) - terms, low=0.0
+                        LinearSum({variable: 1.0, self.held[storage]: 1.0}) - terms, low=0.0
                     )
             if taking:
                 self.program.constrain(LinearSum({variable: 1.0}) - taking + staying, low=0.0)
             staying += needing
         return variable
 
-    def _needing(self, each: Storage, layer: int) -> LinearSum:
+    def _needing(self, storage: Storage, layer: int) -> LinearSum:
         """Return the options over a layer that keep a storage on the device until backward."""
 
         def needs(option: Segment) -> bool:
             if option.choice.is_recomputed:
                 is_product = (
-                    option.choice is Choice.SELECTIVE and each.is_product and layer == each.maker
+                    option.choice is Choice.SELECTIVE
+                    and storage.is_product
+                    and layer == storage.maker
                 )
-                return is_product or (_is_input(each, option) and not _is_taken(each, option))
-            return layer in each.savers and (option.choice is Choice.KEEP or not each.is_movable)
+                return is_product or (_is_input(storage, option) and not _is_taken(storage, option))
+            return layer in storage.savers and (
+                option.choice is Choice.KEEP or not storage.is_movable
+            )
 
         return self._any(filter(needs, self.covering[layer]))
 
-    def _taking(self, each: Storage, layer: int) -> LinearSum:
+    def _taking(self, storage: Storage, layer: int) -> LinearSum:
         """Return the options over a layer that move a storage to the host.
 
         Each option appears only at the last of its layers.
         """
-        found = self._offloaded(layer) if each.is_movable and layer in each.savers else LinearSum()
-        ending = (
-            option for option in self.covering[layer] if layer == min(option.end - 1, each.last_use)
+        offloading = (
+            self._offloaded(layer)
+            if storage.is_movable and layer in storage.savers
+            else LinearSum()
         )
-        return found + self._any(option for option in ending if _is_taken(each, option))
+        ending = (
+            option
+            for option in self.covering[layer]
+            if layer == min(option.end - 1, storage.last_use)
+        )
+        return offloading + self._any(option for option in ending if _is_taken(storage, option))
 
-    def _last_takers(self, each: Storage) -> list[Segment]:
-        return [option for option in self.takers[each] if each.last_use < option.end]
+    def _last_takers(self, storage: Storage) -> list[Segment]:
+        return [option for option in self.takers[storage] if storage.last_use < option.end]
 
     def _returned(self, ends_at: Callable[[Storage], int]) -> dict[int, LinearSum]:
         """Make, for each layer, the variable of the bytes present but not read in its backward.
@@ -312,30 +335,30 @@ class StageBlock:
         each storage that such a segment takes, they count at the layers after `ends_at`, if nothing
         after the segment reads the storage.
         """
-        found = {layer: LinearSum() for layer in range(self.first, self.end)}
-        for each in self.takers:
-            for option in self._last_takers(each):
-                for layer in range(ends_at(each) + 1, option.end):
-                    found[layer] += {self.at[option]: self.program.per_byte * each.total_bytes}
-        for layer, terms in found.items():
+        present = {layer: LinearSum() for layer in range(self.first, self.end)}
+        for storage in self.takers:
+            for option in self._last_takers(storage):
+                for layer in range(ends_at(storage) + 1, option.end):
+                    present[layer] += {self.at[option]: self.program.per_byte * storage.total_bytes}
+        for layer, terms in present.items():
             if terms:
                 variable = self.program.variable()
                 self.value_kept[variable] = 0.0
                 self.program.constrain(LinearSum({variable: 1.0}) - terms, low=0.0, high=0.0)
-                found[layer] = LinearSum({variable: 1.0})
-        return found
+                present[layer] = LinearSum({variable: 1.0})
+        return present
 
-    def _rest(self, each: Storage, layer: int) -> int:
+    def _rest(self, storage: Storage, layer: int) -> int:
         """Make the variable that tells whether a storage is in a layer's backward for earlier ones.
 
         The storage crosses the layer.
         """
         variable = self.program.variable(1.0)
-        earlier = [saver for saver in each.savers if saver < layer]
+        earlier = [saver for saver in storage.savers if saver < layer]
         self.value_kept[variable] = float(bool(earlier))
         is_there = (
             (Choice.KEEP, Choice.OFFLOAD)
-            if each.savers and each.savers[-1] > layer
+            if storage.savers and storage.savers[-1] > layer
             else (Choice.KEEP,)
         )
         for saver in earlier:
@@ -343,14 +366,14 @@ class StageBlock:
                 option for option in self.covering[saver] if option.choice in is_there
             )
             self.program.constrain(LinearSum({variable: 1.0}) - chosen, low=0.0)
-        # where an input is that leaves with one segment and is read by a later one too is left open
+        # the location of an input that leaves with a segment and is read by a later one is left open
         recomputed = (
             option
             for option in self.covering[layer]
             if option.choice.is_recomputed
-            and not (_is_taken(each, option) and option.end <= each.last_use)
+            and not (_is_taken(storage, option) and option.end <= storage.last_use)
         )
-        taking = self._any(option for option in recomputed if _is_input(each, option))
+        taking = self._any(option for option in recomputed if _is_input(storage, option))
         self.program.constrain(LinearSum({variable: 1.0}) - taking, low=0.0)
         return variable
 
@@ -365,7 +388,7 @@ class StageBlock:
             size = {
                 choice: (
                     self.program.per_byte
-                    * sum(each.total_bytes for each in storages if _stays(each, choice))
+                    * sum(storage.total_bytes for storage in storages if _stays(storage, choice))
                 )
                 for choice in Choice
             }
@@ -376,42 +399,42 @@ class StageBlock:
                 self.program.per_byte * self.own_movable_bytes(layer)
             )
         self.kept_own, self.moved_own = self._cumulated(own), self._cumulated(moved)
-        self.kept_made = self._by(self.held, lambda each: each.maker)
-        self.kept_done = self._by(self.held, lambda each: each.last_use)
-        self.moved_made = self._by(self.moved, lambda each: each.maker)
+        self.kept_made = self._by(self.held, lambda storage: storage.maker)
+        self.kept_done = self._by(self.held, lambda storage: storage.last_use)
+        self.moved_made = self._by(self.moved, lambda storage: storage.maker)
         self.moved_saved = self._by(self.moved, self._may_leave_after)
         self.moved_done = self._by(self.moved, owner_of)
 
-    def _may_leave_after(self, each: Storage) -> int:
+    def _may_leave_after(self, storage: Storage) -> int:
         """Return the first layer after which a storage may leave.
 
         It is a layer that saves the storage, or one that receives it for a recompute.
         """
-        return min([*each.savers[:1], *(each.maker + 1,) * bool(self.takers[each])])
+        return min([*storage.savers[:1], *(storage.maker + 1,) * bool(self.takers[storage])])
 
     def _by(
         self, variables: dict[Storage, int], layer_of: Callable[[Storage], int]
     ) -> dict[int, int]:
         terms = {layer: LinearSum() for layer in range(self.first, self.end)}
-        for each, variable in variables.items():
-            terms[layer_of(each)][variable] = self.program.per_byte * each.total_bytes
+        for storage, variable in variables.items():
+            terms[layer_of(storage)][variable] = self.program.per_byte * storage.total_bytes
         return self._cumulated(terms)
 
     def _cumulated(self, terms: dict[int, LinearSum]) -> dict[int, int]:
         """Make, for each layer, the variable of the sum up to it."""
-        found: dict[int, int] = {}
+        sums: dict[int, int] = {}
         total = 0.0
         for layer in range(self.first, self.end):
-            found[layer] = self.program.variable()
+            sums[layer] = self.program.variable()
             total += self.worth_kept(terms[layer])
-            self.value_kept[found[layer]] = total
-            so_far = LinearSum({found[layer]: 1.0}) - self.before(layer, found) - terms[layer]
+            self.value_kept[sums[layer]] = total
+            so_far = LinearSum({sums[layer]: 1.0}) - self.before(layer, sums) - terms[layer]
             self.program.constrain(so_far, low=0.0, high=0.0)
-        return found
+        return sums
 
     def before(self, layer: int, *sums: dict[int, int]) -> LinearSum:
         """Return the total of some sums up to the layer before one."""
-        return LinearSum({each[layer - 1]: 1.0 for each in sums if layer - 1 in each})
+        return LinearSum({storage[layer - 1]: 1.0 for storage in sums if layer - 1 in storage})
 
     def _brought_bytes(self, option: Segment, layer: int) -> int:
         """Return the bytes that a recompute holds at a layer's backward for layers before it.
@@ -419,44 +442,46 @@ class StageBlock:
         The segment's recompute has made them. For a selective recompute this excludes the bytes
         that the first run kept and that the second run has freed.
         """
-        found = self._brought.get((layer, option.choice))
-        if found is None:
+        sums = self._brought.get((layer, option.choice))
+        if sums is None:
             at = dict.fromkeys(range(self.first, layer), 0)
-            for each in self.storages:
-                if each.last_use < layer:
-                    is_kept = option.choice is Choice.SELECTIVE and each.is_product
-                    at[each.maker] += each.total_bytes * (bool(each.savers) - is_kept)
-            found = {}
+            for storage in self.storages:
+                if storage.last_use < layer:
+                    is_kept = option.choice is Choice.SELECTIVE and storage.is_product
+                    at[storage.maker] += storage.total_bytes * (bool(storage.savers) - is_kept)
+            sums = {}
             total = 0
             for before in range(layer - 1, self.first - 1, -1):
                 total += at[before]
-                found[before] = total
-            self._brought[layer, option.choice] = found
-        return found[option.first]
+                sums[before] = total
+            self._brought[layer, option.choice] = sums
+        return sums[option.first]
 
 
-def owner_of(each: Storage) -> int:
+def owner_of(storage: Storage) -> int:
     """Return the last layer that saves a storage, or the one that makes it if none does."""
-    return each.savers[-1] if each.savers else each.maker
+    return storage.savers[-1] if storage.savers else storage.maker
 
 
-def _is_input(each: Storage, option: Segment) -> bool:
+def _is_input(storage: Storage, option: Segment) -> bool:
     """Return whether a segment receives a storage from an earlier one.
 
     The segment or a later one needs it.
     """
-    return each.maker < option.first <= each.last_use
+    return storage.maker < option.first <= storage.last_use
 
 
-def _is_taken(each: Storage, option: Segment) -> bool:
+def _is_taken(storage: Storage, option: Segment) -> bool:
     """Return whether a segment receives a storage that leaves with its inputs."""
-    return option.choice is Choice.OFFLOAD_INPUTS and each.is_movable and _is_input(each, option)
+    return (
+        option.choice is Choice.OFFLOAD_INPUTS and storage.is_movable and _is_input(storage, option)
+    )
 
 
-def _stays(each: Storage, choice: Choice) -> bool:
+def _stays(storage: Storage, choice: Choice) -> bool:
     """Return whether a storage seen only by its layer stays on the device until backward."""
     if choice is Choice.SELECTIVE:
-        return each.is_product
-    return bool(each.savers) and (
-        choice is Choice.KEEP or (choice is Choice.OFFLOAD and not each.is_movable)
+        return storage.is_product
+    return bool(storage.savers) and (
+        choice is Choice.KEEP or (choice is Choice.OFFLOAD and not storage.is_movable)
     )

@@ -1,7 +1,4 @@
-"""When copies leave and come back.
-
-Windows as wide as the bytes allow, then shortened to what copies used.
-"""
+"""The windows of copies out and back: as wide as memory allows, then shortened to their use."""
 
 from __future__ import annotations
 
@@ -18,15 +15,12 @@ from gems.schedule.action import COMPUTE_KINDS, Action, Kind
 
 Simulate = Callable[[MemoryPlan], PlanOutcome]
 Widths = dict[Place, int]
-# how often windows are made anew with less room, where the timeline finds more than was counted
+# how often windows are built again with less room, if the timeline exceeds the limit
 TRIALS = 4
 
 
 class WindowOrder(Enum):
-    """Who has the first choice of bytes.
-
-    Copies out, copies back, or each as long as its window is the shortest.
-    """
+    """The order in which copies claim memory: outward first, back first, or shortest window first."""
 
     OUT_FIRST = "out first"
     BACK_FIRST = "back first"
@@ -37,45 +31,42 @@ def with_windows(
     plan: MemoryPlan,
     limit_bytes: int,
     simulate: Simulate,
-    ways: Sequence[WindowOrder] = (WindowOrder.OUT_FIRST,),
+    orders: Sequence[WindowOrder] = (WindowOrder.OUT_FIRST,),
 ) -> PlanOutcome:
-    """Give a plan its distances and simulate it; of several ways return the fastest.
+    """Set a plan's distances and simulate it; return the fastest result of several orders.
 
-    With the first two ways copies out are waited for only where an action would lack bytes, the one
-    posted first before the others, and copies back posted as early as the bytes allow, in the order
-    in which they are needed. With the third each window grows by one action at a time, the shortest
-    in seconds first. Where the timeline finds more than was counted, that action gets less room.
+    In the first two orders, copies out are awaited only when an action would lack memory, the
+    earliest first, and copies back are posted as early as memory allows, in the order of their use.
+    In the third, windows grow by one action at a time, the shortest in seconds first. If the
+    timeline exceeds the limit at an action, that action gets less room.
     """
     tight = simulate(set_distances(plan, {}, {}))
     has_copies = any(segment.choice.is_copied for stage in plan.stages for segment in stage)
     if not has_copies or max(tight.peak_bytes) > limit_bytes:
         return tight
     best = tight
-    for way in ways:
+    for order in orders:
         ranks = [_RankWindows(tight, rank, limit_bytes) for rank in range(len(tight.ranks))]
         for _ in range(TRIALS):
-            if way is WindowOrder.SHORTEST_FIRST:
+            if order is WindowOrder.SHORTEST_FIRST:
                 widths = _even(plan, ranks)
             else:
-                widths = _widest(ranks, way is WindowOrder.BACK_FIRST)
-            found = simulate(set_distances(plan, *widths))
-            if max(found.peak_bytes) <= limit_bytes:
-                best = found if found.step_s < best.step_s else best
+                widths = _widest(ranks, order is WindowOrder.BACK_FIRST)
+            outcome = simulate(set_distances(plan, *widths))
+            if max(outcome.peak_bytes) <= limit_bytes:
+                best = outcome if outcome.step_s < best.step_s else best
                 break
-            for windows, rank in zip(ranks, found.ranks, strict=True):
+            for windows, rank in zip(ranks, outcome.ranks, strict=True):
                 during = _during_bytes(rank.points)
                 windows.room = [
-                    room - max(0, held - limit_bytes)
-                    for room, held in zip(windows.room, during, strict=True)
+                    room - max(0, during_bytes - limit_bytes)
+                    for room, during_bytes in zip(windows.room, during, strict=True)
                 ]
     return best
 
 
 def set_distances(plan: MemoryPlan, free: Widths | None, ahead: Widths | None) -> MemoryPlan:
-    """Return a plan with these distances for its copied segments.
-
-    0 if not given, as they are if None.
-    """
+    """Set the distances of a plan's copied segments: 0 if missing, unchanged for None."""
 
     def change(place: Place, segment: Segment) -> Segment:
         if not segment.choice.is_copied:
@@ -92,28 +83,25 @@ def set_distances(plan: MemoryPlan, free: Widths | None, ahead: Widths | None) -
 
 @dataclass(slots=True)
 class _Window:
-    """One copy of one micro-batch on a rank.
-
-    Made and needed at these places of its compute actions.
-    """
+    """One copy of one micro-batch on a rank, with the indices of its two compute actions."""
 
     place: Place
     made: int
     needed: int
-    next_bytes: int  # held during the next action when the copy is not waited for
-    out_bytes: int  # during later ones; the next segment holds what it was given anyway
+    next_bytes: int  # held during the next action if the copy is not awaited before
+    out_bytes: int  # held during later actions; the next segment holds its inputs in any case
     back_bytes: int = 0  # from the posting of the copy back
 
     def out_bytes_at(self, index: int) -> int:
-        """Return the bytes held at a compute action if the copy is not waited for before it."""
+        """Return the bytes held at a compute action if the copy is not awaited before it."""
         return self.next_bytes if index == self.made + 1 else self.out_bytes
 
 
 class _RankWindows:
-    """The copies of a rank in the order in which they are made.
+    """The copies of a rank, in order, from a plan that awaits them at once and fetches on demand.
 
-    They are waited for at once and fetched on demand. `room` has the bytes that are free during
-    each compute action, and `ends` the seconds at which each ends without a wait.
+    `room` has the free bytes during each compute action, and `ends` the seconds at which each
+    action would end without waits.
     """
 
     def __init__(self, tight: PlanOutcome, rank: int, limit_bytes: int) -> None:
@@ -121,7 +109,7 @@ class _RankWindows:
         self.room = [limit_bytes - during for during in _during_bytes(points)]
         self.ends: list[float] = []
         self.copies: list[_Window] = []
-        made: dict[Action, _Window] = {}
+        windows: dict[Action, _Window] = {}
         places: dict[Action, int] = {}
         before = points[0].device_bytes if points else 0
         for point in points:
@@ -131,19 +119,21 @@ class _RankWindows:
                 places[action] = len(self.ends)
                 self.ends.append((self.ends[-1] if self.ends else 0.0) + tight.costs.time(action))
             elif action.kind is Kind.OFFLOAD:
-                made[forward] = _Window(place_of(action), places[forward], 0, 0, point.moved_bytes)
-                self.copies.append(made[forward])
+                windows[forward] = _Window(
+                    place_of(action), places[forward], 0, 0, point.moved_bytes
+                )
+                self.copies.append(windows[forward])
             elif action.kind is Kind.FREE:
-                made[forward].next_bytes = before - point.device_bytes
+                windows[forward].next_bytes = before - point.device_bytes
             elif action.kind is Kind.PREFETCH:
-                made[forward].needed, made[forward].back_bytes = (
+                windows[forward].needed, windows[forward].back_bytes = (
                     len(self.ends),
                     point.device_bytes - before,
                 )
             before = point.device_bytes
 
     def length_s(self, copy: _Window, width: int, is_back: bool) -> float:
-        """Return the seconds that a window of some actions lasts."""
+        """Return the seconds of a window of `width` actions."""
         if is_back:
             last = max(copy.made, copy.needed - width)
             return self.ends[copy.needed - 1] - (self.ends[last - 1] if last else 0.0)
@@ -151,31 +141,25 @@ class _RankWindows:
 
 
 def _during_bytes(points: Sequence[Point]) -> list[int]:
-    """Return the peak of a rank during each compute action and what is posted before it."""
-    found: list[int] = []
+    """Return the peak of a rank during each compute action and the postings before it."""
+    peaks: list[int] = []
     during = 0
     for point in points:
         during = max(during, point.during_bytes)
         if _is_counted(point.action):
-            found.append(during)
+            peaks.append(during)
         if _is_counted(point.action) or point.action.kind is Kind.FREE:
             during = 0
-    return found
+    return peaks
 
 
 def _is_counted(action: Action) -> bool:
-    """Whether an action counts among a rank's compute actions.
-
-    A recompute belongs to the backward after it.
-    """
+    """Return whether an action is a compute action; a recompute belongs to its backward."""
     return action.kind in COMPUTE_KINDS and action.kind is not Kind.R
 
 
 def _widest(ranks: Sequence[_RankWindows], back_first: bool) -> tuple[Widths, Widths]:
-    """Return the distances out and back.
-
-    A segment's are those of the micro-batch and rank with the least.
-    """
+    """Return the distances out and back: of each segment, the least of all micro-batches."""
     both: tuple[Widths, Widths] = ({}, {})
     order = (_back, _out) if back_first else (_out, _back)
     for windows in ranks:
@@ -191,40 +175,42 @@ def _widest(ranks: Sequence[_RankWindows], back_first: bool) -> tuple[Widths, Wi
 
 
 def _out(copies: Sequence[_Window], room: list[int], ahead: dict[int, int]) -> dict[int, int]:
-    """Return each copy's window out in compute actions, and take its bytes from the room.
+    """Return each copy's window out in compute actions, and subtract its bytes from the room.
 
-    At an action that lacks bytes the copies are waited for that were posted first: they have ended
-    first.
+    At an action without enough room, the copies that were posted first are awaited.
     """
     widths: dict[int, int] = {}
     under_way: list[int] = []
-    waiting = sorted(range(len(copies)), key=lambda each: copies[each].made)
+    waiting = sorted(range(len(copies)), key=lambda number: copies[number].made)
     for index in range(len(room)):
         while waiting and copies[waiting[0]].made < index:
             under_way.append(waiting.pop(0))
-        for each in [
-            each for each in under_way if copies[each].needed - ahead.get(each, 0) <= index
+        for number in [
+            number for number in under_way if copies[number].needed - ahead.get(number, 0) <= index
         ]:
-            under_way.remove(each)
-            widths[each] = index - 1 - copies[each].made
-        taken = sum(copies[each].out_bytes_at(index) for each in under_way)
+            under_way.remove(number)
+            widths[number] = index - 1 - copies[number].made
+        taken = sum(copies[number].out_bytes_at(index) for number in under_way)
         while under_way and taken > room[index]:
-            each = under_way.pop(0)
-            taken -= copies[each].out_bytes_at(index)
-            widths[each] = index - 1 - copies[each].made
+            number = under_way.pop(0)
+            taken -= copies[number].out_bytes_at(index)
+            widths[number] = index - 1 - copies[number].made
         room[index] -= taken
-    return {each: max(0, width) for each, width in widths.items()}
+    return {number: max(0, width) for number, width in widths.items()}
 
 
 def _back(copies: Sequence[_Window], room: list[int], free: dict[int, int]) -> dict[int, int]:
-    """Return each copy's window back.
-
-    `_out` with time the other way, so what is needed last is posted last.
-    """
+    """Return each copy's window back, by `_out` with time reversed."""
     last = len(room) - 1
     mirrored = [
-        _Window(each.place, last - each.needed, last - each.made, each.back_bytes, each.back_bytes)
-        for each in copies
+        _Window(
+            window.place,
+            last - window.needed,
+            last - window.made,
+            window.back_bytes,
+            window.back_bytes,
+        )
+        for window in copies
     ]
     room.reverse()
     widths = _out(mirrored, room, free)
@@ -233,7 +219,7 @@ def _back(copies: Sequence[_Window], room: list[int], free: dict[int, int]) -> d
 
 
 def _even(plan: MemoryPlan, ranks: Sequence[_RankWindows]) -> tuple[Widths, Widths]:
-    """Return the distances out and back, grown from none."""
+    """Return the distances out and back, which grow in turn."""
     rooms = [list(windows.room) for windows in ranks]
     widths: tuple[Widths, Widths] = ({}, {})
     queue: list[tuple[float, int, Place, bool]] = []
@@ -271,10 +257,9 @@ def _even(plan: MemoryPlan, ranks: Sequence[_RankWindows]) -> tuple[Widths, Widt
 
 
 def shortened(outcome: PlanOutcome, limit_bytes: int, simulate: Simulate) -> PlanOutcome:
-    """Shorten the windows of a simulated plan to what its copies used, at the same step time.
+    """Shorten the windows of a simulated plan to their use, with the same step time.
 
-    The segments whose windows meet, so that no copy ever takes anything, become kept or recomputed
-    ones.
+    Segments whose windows meet, so that nothing is ever copied, become kept or recomputed ones.
     """
     moved = {
         place_of(action)
@@ -297,9 +282,9 @@ def shortened(outcome: PlanOutcome, limit_bytes: int, simulate: Simulate) -> Pla
     ordered = if_as_good(outcome, set_distances(outcome.plan, None, _in_order(outcome)))
     free, ahead = _used(ordered)
     for widths in ((free, ahead), (free, None), (None, ahead)):
-        found = if_as_good(ordered, set_distances(ordered.plan, *widths))
-        if found is not ordered:
-            return found
+        shorter = if_as_good(ordered, set_distances(ordered.plan, *widths))
+        if shorter is not ordered:
+            return shorter
     return ordered
 
 
@@ -319,10 +304,10 @@ def _in_order(outcome: PlanOutcome) -> Widths:
 
 
 def _used(outcome: PlanOutcome) -> tuple[Widths, Widths]:
-    """Return what the simulated copies used of their windows, out and back.
+    """Return the used parts of the windows of simulated copies, out and back.
 
-    A copy out is waited for where it has ended by then anyway, a copy back posted at the last
-    action from which it and those after it still come in time.
+    A copy out is awaited when it has ended in any case. A copy back is posted at the last action
+    from which it and the later ones are in time.
     """
     free: Widths = {}
     ahead: Widths = {}
@@ -335,10 +320,10 @@ def _used(outcome: PlanOutcome) -> tuple[Widths, Widths]:
         for index, action in enumerate(actions):
             if action.kind is Kind.OFFLOAD:
                 place = place_of(action)
-                made = index_of[action]
+                forward = index_of[action]
                 width = outcome.plan.segment(place).free_after
                 used = next(
-                    (w for w in range(width) if end[compute[made + w]] >= end[index]), width
+                    (w for w in range(width) if end[compute[forward + w]] >= end[index]), width
                 )
                 free[place] = max(free.get(place, 0), used)
             elif action.kind is Kind.PREFETCH:
@@ -354,14 +339,11 @@ def _used(outcome: PlanOutcome) -> tuple[Widths, Widths]:
 
 
 def _indices(actions: Sequence[Action]) -> dict[Action, int]:
-    """Return the index among a rank's compute actions of each copy's own.
-
-    A forward for a copy out, or a backward.
-    """
-    found: dict[Action, int] = {}
+    """Return, by copy, the index of its compute action: a forward for copies out, else a backward."""
+    indices: dict[Action, int] = {}
     for index, action in enumerate(filter(_is_counted, actions)):
         if action.kind is not Kind.W:
-            found[
+            indices[
                 action._replace(kind=Kind.OFFLOAD if action.kind is Kind.F else Kind.PREFETCH)
             ] = index
-    return found
+    return indices

@@ -1,7 +1,7 @@
-"""Recompute: what forward saves is freed, and forward runs again before backward.
+"""Recompute: free the saved tensors, and run forward again before backward.
 
-Chen et al. 2016 (arXiv 1604.06174, section 4.1): a chain of L layers in about the root of L
-segments holds the inputs of all segments, and all else of one at a time.
+Chen et al. 2016 (arXiv 1604.06174, section 4.1): a chain of L layers in about sqrt(L) segments
+holds the inputs of all segments, and everything else of one segment at a time.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ def recompute(
     segments: int | None = None,
     offload_inputs: bool = False,
 ) -> MemoryPlan:
-    """Return the plan that recomputes whole stages, segments, or, "selective", all but products, by `how`.
+    """Return the plan that recomputes whole stages, segments, or everything but products, by `how`.
 
-    `segments` is their number in each stage, None for the root of its layers. Selective
-    recomputation runs norms, activations and poolings again and keeps the results of convolutions
-    and matrix products: each layer is a segment, and one that would free nothing is kept. With
-    `segments` what layers pass to each other within one is freed too. With `offload_inputs` what
-    recomputed segments keep is on the host between, and back one action before it is read. In
-    strips a stage is one segment, and each strip of it is recomputed before its backward.
+    `segments` is the number of segments per stage; None means the square root of its layers.
+    Selective recomputation repeats norms, activations and poolings, and keeps the results of
+    convolutions and matrix products. Each layer is a segment, and layers that would free nothing
+    are kept; with `segments`, tensors between the layers of a segment are freed, too. With
+    `offload_inputs`, the inputs of recomputed segments are in host memory in the meantime, and
+    return one action before they are read. In strips a stage is one segment, and each of its strips
+    is recomputed before its backward.
 
     Raises:
-        ConfigError: no such way, or no such number of segments.
+        ConfigError: `how` is unknown, or the number of segments is invalid.
     """
     if how not in RECOMPUTES:
         raise ConfigError("memory.recompute", how, one_of(RECOMPUTES))
@@ -54,8 +55,8 @@ def recompute(
     if how == "segment":
         return plan
     return plan.changed(
-        lambda _, each: (
-            replace(each, choice=Choice.SELECTIVE) if each.choice.is_recomputed else each
+        lambda _, segment: (
+            replace(segment, choice=Choice.SELECTIVE) if segment.choice.is_recomputed else segment
         )
     )
 
@@ -63,7 +64,7 @@ def recompute(
 def run_again(
     case: MemoryCase, segments: int | None = None, choice: Choice = Choice.RECOMPUTE
 ) -> MemoryPlan:
-    """Recompute every segment of a stage, split so that the largest segment is smallest."""
+    """Return the plan that recomputes every segment of stages split as evenly as possible."""
     spans = []
     for first, end in pairwise(case.boundaries):
         sizes = [layer.kept_bytes for layer in case.profile.layers[first:end]]
@@ -76,18 +77,22 @@ def run_again(
 def keep_last(case: MemoryCase, plan: MemoryPlan, peak_bytes: Sequence[int]) -> MemoryPlan:
     """Keep the last segments of stages if no rank's peak grows and no time is lost.
 
-    On a stage whose backward follows its forward it would be recomputed at once. To do less is
-    never slower but where messages compete for a link, so that only there the plan is simulated.
-    `peak_bytes` are the plan's, by rank.
+    If a stage's backward follows its forward, its last segment would be recomputed at once. Less
+    work is never slower unless messages compete for a link; only then the plan is simulated.
+    `peak_bytes` has the plan's peaks by rank.
     """
     peaks = dict(enumerate(peak_bytes))
     step_s = case.outcome(plan).step_s if case.network.has_contention else 0.0
     placement = case.schedule.placement
     for stage in reversed(range(len(plan.stages))):
-        kept = replace(plan.stages[stage][-1], choice=Choice.KEEP)
-        stages = (*plan.stages[:stage], (*plan.stages[stage][:-1], kept), *plan.stages[stage + 1 :])
+        last = replace(plan.stages[stage][-1], choice=Choice.KEEP)
+        stages = (*plan.stages[:stage], (*plan.stages[stage][:-1], last), *plan.stages[stage + 1 :])
         other = replace(plan, stages=stages)
-        ranks = [rank for rank in peaks if stage in {held for _, held in placement.stages_on(rank)}]
+        ranks = [
+            rank
+            for rank in peaks
+            if stage in {rank_stage for _, rank_stage in placement.stages_on(rank)}
+        ]
         others = dict(zip(ranks, case.peak_bytes(other, ranks), strict=True))
         if any(others[rank] > peaks[rank] for rank in ranks):
             continue
@@ -100,9 +105,9 @@ def keep_last(case: MemoryCase, plan: MemoryPlan, peak_bytes: Sequence[int]) -> 
 
 
 def lets_go(layer: LayerProfile) -> bool:
-    """Whether selective recomputation of a layer frees anything.
+    """Return whether selective recomputation of a layer frees anything.
 
-    Saved, not a product, and no other layer's input.
+    It frees saved tensors that are neither products nor inputs of other layers.
     """
     return any(
         storage.savers and not storage.is_product and storage.last_use == 0 and storage.num_bytes
@@ -111,7 +116,7 @@ def lets_go(layer: LayerProfile) -> bool:
 
 
 def least_largest(sizes: Sequence[int], parts: int) -> tuple[int, ...]:
-    """Return the ends of at most `parts` runs of neighbours with the least largest sum."""
+    """Split into at most `parts` runs of neighbours with the smallest largest sum; return ends."""
     low = max(sizes)
     high = sum(sizes)
     while low < high:

@@ -1,9 +1,8 @@
-"""memory=plan in strips: what becomes of the strips of each stage, so that every rank keeps the limit and none waits.
+"""memory=plan in strips: keep, offload or recompute the strips of each stage, within the limit.
 
-A strip of a stage is kept, leaves for host memory, or is run again, from inputs that stay or leave
-too. Stages of different ranks touch each other only through time, so each rank's choices are tried
-alone, those that keep its limit by the step with all other stages kept; then the stages of all
-ranks are improved in turn while the budget lasts.
+Stages of different ranks only interact through time. So each rank's choices are tried separately,
+and those within the limit are compared by the step with all other stages kept. Then the stages of
+all ranks are improved in turn until the budget is spent.
 """
 
 from __future__ import annotations
@@ -17,31 +16,33 @@ from gems.errors import DoesNotFitError
 from gems.memory.case import MemoryCase
 from gems.memory.plan import Choice, MemoryPlan, Segment
 
-_DISTANCES = (1, 4)  # compute actions between a copy and those that wait for it
-MAX_COMBINATIONS = 256  # of the stages of a rank
+_DISTANCES = (1, 4)  # compute actions between a copy and the wait for it
+MAX_COMBINATIONS = 256  # for the stages of a rank
 
 
 def plan_in_strips(case: MemoryCase, limit: int, budget_s: float) -> MemoryPlan:
-    """Return the fastest plan found that keeps a limit in bytes on every rank.
+    """Return the fastest plan found within a limit in bytes on every rank.
 
     Raises:
         DoesNotFitError: no choice for the stages of a rank keeps the limit.
     """
     until = time.monotonic() + budget_s
-    kept = MemoryPlan.keeping(case.boundaries)
-    plan = kept
+    keeping = MemoryPlan.keeping(case.boundaries)
+    plan = keeping
     fitting = list[tuple[list[int], list[MemoryPlan]]]()
     for rank in range(case.schedule.num_ranks):
         stages = sorted({stage for _, stage in case.schedule.placement.stages_on(rank)})
-        peaks = [(tried, next(case.peak_bytes(tried, [rank]))) for tried in _choices(kept, stages)]
-        found = [tried for tried, peak in peaks if peak <= limit]
-        if not found:
+        peaks = [
+            (tried, next(case.peak_bytes(tried, [rank]))) for tried in _choices(keeping, stages)
+        ]
+        plans = [tried for tried, peak in peaks if peak <= limit]
+        if not plans:
             advice = "use more strips or partitions, or a smaller micro-batch"
             raise DoesNotFitError(
                 f"rank {rank} under memory=plan", min(peak for _, peak in peaks), limit, advice
             )
-        fitting.append((stages, found))
-        plan = _with_stages(plan, min(found, key=lambda tried: case.outcome(tried).step_s), stages)
+        fitting.append((stages, plans))
+        plan = _with_stages(plan, min(plans, key=lambda tried: case.outcome(tried).step_s), stages)
     best = case.outcome(plan).step_s
     is_better = True
     while is_better and time.monotonic() < until:
@@ -59,23 +60,23 @@ def plan_in_strips(case: MemoryCase, limit: int, budget_s: float) -> MemoryPlan:
     return replace(plan, policy="plan", counters={"limit_bytes": limit})
 
 
-def _choices(kept: MemoryPlan, stages: Sequence[int]) -> Iterator[MemoryPlan]:
-    """Yield the plans in which some stages have each choice, and all others are kept."""
-    ways = [Segment(0, 1)]
-    ways += [
+def _choices(keeping: MemoryPlan, stages: Sequence[int]) -> Iterator[MemoryPlan]:
+    """Yield plans with all combinations of choices for some stages, and all others kept."""
+    options = [Segment(0, 1)]
+    options += [
         Segment(0, 1, choice, far, far)
         for choice in Choice
         if choice.is_copied
         for far in _DISTANCES
     ]
-    ways.append(Segment(0, 1, Choice.RECOMPUTE))
-    if len(ways) ** len(stages) > MAX_COMBINATIONS:  # all stages of the rank alike
-        combinations = [(way,) * len(stages) for way in ways]
+    options.append(Segment(0, 1, Choice.RECOMPUTE))
+    if len(options) ** len(stages) > MAX_COMBINATIONS:  # all stages of the rank alike
+        combinations = [(option,) * len(stages) for option in options]
     else:
-        combinations = list(product(ways, repeat=len(stages)))
+        combinations = list(product(options, repeat=len(stages)))
     for combination in combinations:
         of_stage = dict(zip(stages, combination, strict=True))
-        yield kept.changed(
+        yield keeping.changed(
             lambda place, segment, of_stage=of_stage: replace(  # type: ignore[misc]
                 of_stage.get(place[0], segment), first=segment.first, end=segment.end
             )

@@ -1,21 +1,20 @@
-"""vDNN: layers' inputs are offloaded after forward and prefetched before backward (Rhu et al. 2016).
+"""vDNN: offload the inputs of layers after forward, and prefetch them before backward.
 
-arXiv 1602.08124, section III. vDNN offloads the input X of each feature extraction layer while the
-layer's forward runs, and brings it back while a later layer's backward runs. Here a layer's saved
-tensors are its X: each layer is a segment of its own, and a tensor that several layers save leaves
-with the last of them, as the paper's reference count has it. A copy is posted after its layer's
-forward. It takes the layer's output too where the next layer is offloaded as well, which is then
-that layer's X, on its way while that layer runs.
+Source: Rhu et al. 2016, arXiv 1602.08124, section III. vDNN offloads the input X of each feature
+extraction layer during its forward, and brings it back during a later layer's backward. Here X are
+the saved tensors of a layer: each layer is a segment, and a tensor that several layers save leaves
+with the last of them (the paper's reference count). A copy is posted after its layer's forward. If
+the next layer is offloaded as well, the copy includes the layer's output, which is the next
+layer's X.
 
-The paper's layers are single operations; one here may be a whole block. So vdnn_conv goes by
-tensors: of what a layer saves, those that its convolutions read leave. The inputs of its poolings
-and norms, and what else they and activations save, stay. A tensor that others save too is still a
-convolution's X.
+The paper's layers are single operations; a layer here may be a whole block. So vdnn_conv selects
+tensors: it offloads the saved tensors that convolutions read, even if other operations save them,
+too. Other inputs of poolings and norms, and what activations save, stay on the device.
 
-For the window of the copies back a convolution is a layer whose kind says so, and a composite with
-weights (a residual block, an inception module, a cell), since most of its time is in convolutions.
-Poolings, norms, activations and what belongs to sequences are none. The classifier (kinds linear
-and head) is left untouched, as in the paper.
+For the prefetch window, convolutions are the layers whose kind says so, and composites with weights
+(residual blocks, inception modules, cells), since convolutions take most of their time. Poolings,
+norms, activations and layers for sequences do not count. The classifier (kinds linear and head)
+stays on the device, as in the paper.
 """
 
 from __future__ import annotations
@@ -55,25 +54,23 @@ _HELP = (
 
 
 def vdnn_all(case: MemoryCase, asynchronous: bool = False) -> MemoryPlan:
-    """Offload every feature extraction layer that saves anything.
+    """Offload every feature extraction layer that saves anything, whether or not the plan fits.
 
-    As published, the rank waits at the end of each layer for the copies that ran beside it: a copy
-    out has the next action of the rank to hide behind, and a copy back the one layer of the paper's
-    window. With `asynchronous` it waits for a copy out only when, by the profile's times, it has
-    ended, and for a copy back only when it is needed. Whether the plan fits the device is not asked
-    here.
+    As published, the rank waits at the end of each layer for the copies that ran meanwhile: a copy
+    out can overlap with the next action of the rank, a copy back with one layer (the paper's
+    window). If `asynchronous`, it waits for a copy out only when it has ended by the profile's
+    times, and for a copy back only when it is needed.
     """
     return _plan(case, "vdnn_all", _saving(case), asynchronous)
 
 
 def vdnn_conv(case: MemoryCase, asynchronous: bool = False) -> MemoryPlan:
-    """Offload only what convolutions read, whose long forward hides the copy; else as `vdnn_all`.
+    """Offload only inputs of convolutions, whose long forward hides the copy; else as `vdnn_all`.
 
-    Such a tensor leaves after the forward of the layer whose convolution saves it. A profile in
-    which no storage is a convolution's input, such as one that knows only sums, does not tell them
-    apart: all that a layer with convolutions saves leaves then.
+    Such a tensor leaves after the forward of the layer whose convolution saves it. If a profile
+    does not identify inputs of convolutions, layers with convolutions are offloaded as a whole.
     """
-    if any(one.conv_savers for layer in case.profile.layers for one in layer.saved):
+    if any(storage.conv_savers for layer in case.profile.layers for storage in layer.saved):
         return _plan(
             case,
             "vdnn_conv",
@@ -89,20 +86,17 @@ def vdnn_conv(case: MemoryCase, asynchronous: bool = False) -> MemoryPlan:
 
 
 def vdnn_dyn(case: MemoryCase, asynchronous: bool = False) -> MemoryPlan:
-    """Take the first that fits of the paper's trials (section III.C).
+    """Return the first of the paper's trials that fits (section III.C).
 
-    None, conv, all, then conv and all again.
-    The paper tries its policies with the fastest convolution algorithms first, and then gives up
-    speed for workspace, convolution by convolution, down to the algorithm that needs none. torch
-    lets nobody choose an algorithm: cuDNN's benchmark switch, one for all layers, stands for the
-    choice, and `counters` say under `cudnn_benchmark` how it is to be set, and which trial it was.
-    What the switch changes is known only as far as the profile tells: where it was measured on a
-    GPU, a convolution's `workspace_bytes` are taken to be the fast algorithm's and to be gone
-    without it (see `without_workspace`); elsewhere both settings have the same bytes. Times are the
-    same under both.
+    The trials are none, conv and all with the fastest convolution algorithms, then conv and all
+    with less workspace. The paper trades speed for workspace separately for each convolution. torch
+    has only cuDNN's benchmark switch for all layers; `counters` has the trial, and the setting of
+    the switch under `cudnn_benchmark`. If the profile was measured on a GPU, the workspaces of
+    convolutions are attributed to the fast algorithms (`without_workspace`); otherwise the switch
+    does not change any bytes. It never changes times.
 
     Raises:
-        DoesNotFitError: not even all layers offloaded, with the least workspace, fit the device.
+        DoesNotFitError: offloading all layers, with the least workspace, does not fit the device.
     """
     lean = replace(case, profile=without_workspace(case.profile))
     keep = replace(_plan(case, "vdnn_dyn", [False] * case.profile.num_layers, False), counters=None)
@@ -122,13 +116,13 @@ def vdnn_dyn(case: MemoryCase, asynchronous: bool = False) -> MemoryPlan:
         ("conv", conv, lean),
         ("all", everything, lean),
     ]
-    for number, (trial, plan, tried) in enumerate(trials, 2):
-        # up to the first rank that is too full, if there is one
-        found = tried.peak_bytes(plan) if number <= len(trials) else iter(least)
-        peaks = list(takewhile(limit.__ge__, found))
+    for number, (trial, plan, trial_case) in enumerate(trials, 2):
+        # up to the first rank that exceeds the limit
+        peaks_by_rank = trial_case.peak_bytes(plan) if number <= len(trials) else iter(least)
+        peaks = list(takewhile(limit.__ge__, peaks_by_rank))
         counters = {
             "trial": trial,
-            "cudnn_benchmark": tried is case,
+            "cudnn_benchmark": trial_case is case,
             "trials": number,
             "peak_bytes": peaks,
         }
@@ -138,10 +132,10 @@ def vdnn_dyn(case: MemoryCase, asynchronous: bool = False) -> MemoryPlan:
 
 
 def without_workspace(profile: ModelProfile) -> ModelProfile:
-    """Return a profile as with convolutions that need no workspace.
+    """Return a profile measured on a GPU as if convolutions needed no workspace.
 
-    One not measured on a GPU as it is.
-    This is a lower bound: of a composite, what its other kernels free goes too.
+    This is a lower bound, since the temporary memory of a composite's other kernels is subtracted,
+    too. Other profiles are returned unchanged.
     """
     if profile.source != "measured" or profile.device == "cpu":
         return profile
@@ -149,7 +143,7 @@ def without_workspace(profile: ModelProfile) -> ModelProfile:
 
 
 def is_conv(layer: LayerProfile) -> bool:
-    """Whether a layer has a convolution, so that its time hides a copy."""
+    """Return whether a layer has a convolution, so that its time hides a copy."""
     kind = layer.kind.lower()
     if "conv" in kind:
         return True
@@ -157,14 +151,14 @@ def is_conv(layer: LayerProfile) -> bool:
 
 
 def is_classifier(layer: LayerProfile) -> bool:
-    """Whether a layer belongs to the classifier, which vDNN leaves untouched."""
+    """Return whether a layer belongs to the classifier, which vDNN does not offload."""
     return layer.kind.lower() in _CLASSIFIERS
 
 
 def _saving(case: MemoryCase, only_conv_inputs: bool = False) -> list[bool]:
-    """Return for each layer whether it extracts features and saves anything large enough to be moved.
+    """Return, for each layer, whether it extracts features and saves anything movable.
 
-    With `only_conv_inputs` its convolutions are to save it.
+    With `only_conv_inputs`, its convolutions must save it.
     """
     saving: set[int] = set()
     for first, end in pairwise(case.boundaries):
@@ -187,11 +181,11 @@ def _plan(
     convs = [is_conv(layer) for layer in case.profile.layers]
     layers: dict[int, Segment] = {}
     for first, end in pairwise(case.boundaries):
-        found = [(end - 1, 0, False)] if chosen[end - 1] else []
+        offloads = [(end - 1, 0, False)] if chosen[end - 1] else []
         for place, back in enumerate(prefetch_window(convs[first:end], chosen[first:end])):
             if back is not None:
-                found.append((first + back, place - back, not asynchronous))
-        for layer, ahead, is_awaited in found:
+                offloads.append((first + back, place - back, not asynchronous))
+        for layer, ahead, is_awaited in offloads:
             layers[layer] = Segment(
                 layer, layer + 1, Choice.OFFLOAD, ahead=ahead, is_awaited=is_awaited
             )
@@ -201,10 +195,12 @@ def _plan(
     if asynchronous:
         plan = _without_waits(case, plan)
     moved = sum(
-        one.total_bytes
+        storage.total_bytes
         for first, end in pairwise(case.boundaries)
-        for one in saved_storages(case.profile, first, end, case.least_bytes)
-        if one.is_movable and one.owner in layers and (one.conv_savers or not only_conv_inputs)
+        for storage in saved_storages(case.profile, first, end, case.least_bytes)
+        if storage.is_movable
+        and storage.owner in layers
+        and (storage.conv_savers or not only_conv_inputs)
     )
     return replace(plan, counters={"offloaded_layers": len(layers), "offloaded_layer_bytes": moved})
 
@@ -227,10 +223,10 @@ def _lean(layer: LayerProfile) -> LayerProfile:
 
 
 def _without_waits(case: MemoryCase, plan: MemoryPlan) -> MemoryPlan:
-    """Set `free_after` to the fewest actions, over all micro-batches, that run until a copy out has ended.
+    """Set `free_after` to the fewest actions, over all micro-batches, after which a copy has ended.
 
-    By the profile's times, and no more than run until the stage's backward begins: there a later
-    segment may bring back what this one has taken.
+    Times are those of the profile. The limit is the beginning of the stage's backward, where a
+    later segment may bring back the same storages.
     """
     lowered = case.lowered(plan)
     costs = segment_costs(case.profile, plan, lowered, case.d2h_bytes_per_s, case.h2d_bytes_per_s)
@@ -238,7 +234,7 @@ def _without_waits(case: MemoryCase, plan: MemoryPlan) -> MemoryPlan:
     for actions in lowered.rank_schedules:
         compute = [action for action in actions if action.kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
         ends = list(accumulate(map(costs.time, compute)))
-        made = {action: index for index, action in enumerate(compute) if action.kind is Kind.F}
+        forwards = {action: index for index, action in enumerate(compute) if action.kind is Kind.F}
         back: dict[Action, int] = {}
         turns: dict[tuple[int, int, int | None], int] = {}
         for index, action in enumerate(compute):
@@ -251,7 +247,7 @@ def _without_waits(case: MemoryCase, plan: MemoryPlan) -> MemoryPlan:
                 continue
             forward = action._replace(kind=Kind.F)
             key = (action.direction, action.stage, action.micro_batch)
-            first = made[forward]
+            first = forwards[forward]
             engine = max(engine, ends[first]) + costs.time(action)
             hiding = next(
                 (index for index in range(first + 1, len(ends)) if ends[index] >= engine), len(ends)
@@ -259,41 +255,27 @@ def _without_waits(case: MemoryCase, plan: MemoryPlan) -> MemoryPlan:
             count = max(1, min(hiding, turns[key] - 1, back[forward] - 2) - first)
             needed[place_of(action)] = min(needed.get(place_of(action), count), count)
     return plan.changed(
-        lambda place, each: replace(each, free_after=needed.get(place, each.free_after))
+        lambda place, segment: replace(segment, free_after=needed.get(place, segment.free_after))
     )
-
-
-def find_prefetch(
-    layer: int, is_conv: Sequence[bool], is_offloaded: Sequence[bool], is_prefetched: Sequence[bool]
-) -> int | None:
-    """Return the layer whose input is to be fetched while the backward of `layer` runs.
-
-    None for no one's.
-    It is the nearest layer before whose input has left and is not on its way back yet. The search
-    ends at the next convolution, so that nothing comes back long before it is needed (Rhu et al.
-    2016, arXiv 1602.08124, figure 10).
-    """
-    for before in range(layer - 1, -1, -1):
-        if is_offloaded[before] and not is_prefetched[before]:
-            return before
-        if is_conv[before]:
-            return None
-    return None
 
 
 def prefetch_window(
     is_conv: Sequence[bool], is_offloaded: Sequence[bool]
 ) -> tuple[int | None, ...]:
-    """Return, for each layer, the layer whose input is fetched while its backward runs.
+    """Return, for each layer, the layer whose input is fetched during its backward, if any.
 
-    Every offloaded input appears once, and at the latest with the layer after it. Only the input of
-    the very last layer is not fetched ahead; it comes on demand. The arguments have an entry for
-    each layer in the order of forward.
+    It is the nearest earlier layer whose input is offloaded and not yet prefetched. The search ends
+    at the next convolution, so that nothing returns long before it is needed (Rhu et al. 2016,
+    arXiv 1602.08124, figure 10). Every offloaded input appears once, at the latest with the next
+    layer. Only the input of the last layer is fetched on demand. The arguments have an entry for
+    each layer, in forward order.
     """
-    is_prefetched = [False] * len(is_conv)
     fetched: list[int | None] = [None] * len(is_conv)
-    for layer in range(len(is_conv) - 1, -1, -1):
-        fetched[layer] = found = find_prefetch(layer, is_conv, is_offloaded, is_prefetched)
-        if found is not None:
-            is_prefetched[found] = True
+    for layer in reversed(range(len(is_conv))):
+        for before in reversed(range(layer)):
+            if is_offloaded[before] and before not in fetched:
+                fetched[layer] = before
+                break
+            if is_conv[before]:
+                break
     return tuple(fetched)

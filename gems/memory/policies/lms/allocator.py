@@ -1,7 +1,6 @@
-"""The allocator of LMS by need: a caching allocator that pages out what is not in use.
+"""The allocator of LMS by need: a caching allocator that pages out unused storages.
 
-It follows the rules of IBM's large model support for PyTorch 1.5, whose counters it keeps under the
-same names.
+It follows the rules, and has the counters, of IBM's large model support for PyTorch 1.5.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ SOURCES = (
 
 
 class OutOfMemoryError(Exception):
-    """Nothing is left to page out, and `num_bytes` more do not fit the limit."""
+    """The limit leaves no room for `num_bytes` more, and there is nothing to page out."""
 
     def __init__(self, num_bytes: int, reserved_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -37,7 +36,7 @@ class Paged:
 
     num_bytes: int
     block: Block | None = None  # its memory on the device, None while it is in host memory only
-    # its copy out was started early, because it was reclaimed here in the last iteration
+    # copied out early, because it was reclaimed at this place in the last iteration
     is_leaving: bool = False
     identity: tuple[int, int, int] | None = None
 
@@ -79,8 +78,8 @@ class Counts:
     speculative_missed: int = 0
 
     def to_json(self) -> dict[str, int]:
-        """Return the counters as torch's memory statistics name them, flat."""
-        counts = {each.name: getattr(self, each.name) for each in fields(self)}
+        """Return the counters as a flat dictionary with the names of torch's memory statistics."""
+        counts = {field.name: getattr(self, field.name) for field in fields(self)}
         by_source: Counter[str] = counts.pop("alloc_distribution")
         return counts | {f"alloc_distribution.{source}": by_source[source] for source in SOURCES}
 
@@ -134,7 +133,7 @@ class LmsAllocator(CachingAllocator):
         self._num_blocks -= 1
 
     def make(self, storage: Paged) -> list[Paged]:
-        """Allocate a new storage, pinned, and return what had to leave for it."""
+        """Allocate a new pinned storage, and return the storages that had to leave for it."""
         storage.block = self.take(storage.num_bytes)
         return self.reclaimed
 
@@ -201,9 +200,9 @@ class LmsAllocator(CachingAllocator):
 
     def _by_reclaim(self, size: int, is_small: bool) -> Block | None:
         while self._inactive:
-            one = self._suitable(size, is_small)
-            if one is not None:
-                chosen = [one]
+            suitable = self._suitable(size, is_small)
+            if suitable is not None:
+                chosen = [suitable]
                 source = "reclaim_one"
             else:
                 chosen = [
@@ -231,30 +230,37 @@ class LmsAllocator(CachingAllocator):
         return None
 
     def _suitable(self, size: int, is_small: bool) -> Paged | None:
-        """Return the storage whose leaving makes room by itself."""
+        """Return the storage that makes enough room by itself, if any."""
         best = None
         best_bytes = 0
         for storage, block in self._of_pool(is_small):
             # once freed, it joins its free neighbours
             around = (
-                each for each in (block.before, block.after) if each is not None and each.is_free
+                neighbour
+                for neighbour in (block.before, block.after)
+                if neighbour is not None and neighbour.is_free
             )
-            has = block.num_bytes
-            if has < size and has + sum(each.num_bytes for each in around) < size:
+            block_bytes = block.num_bytes
+            if (
+                block_bytes < size
+                and block_bytes + sum(neighbour.num_bytes for neighbour in around) < size
+            ):
                 continue
-            if best is None or has < best_bytes:
+            if best is None or block_bytes < best_bytes:
                 best = storage
-                best_bytes = has
-                left = has - size
-                if self._takes_first or (left < BLOCK_BYTES if is_small else left <= SMALL_BYTES):
+                best_bytes = block_bytes
+                rest_bytes = block_bytes - size
+                if self._takes_first or (
+                    rest_bytes < BLOCK_BYTES if is_small else rest_bytes <= SMALL_BYTES
+                ):
                     break
         return best
 
     def _of_pool(self, is_small: bool) -> Iterator[tuple[Paged, Block]]:
         return (
-            (each, each.block)
-            for each in self._inactive
-            if each.block is not None and each.block.is_small == is_small
+            (storage, storage.block)
+            for storage in self._inactive
+            if storage.block is not None and storage.block.is_small == is_small
         )
 
     def _withdraw(self, storage: Paged, is_reclaimed: bool) -> None:

@@ -1,9 +1,8 @@
-"""LMS by distance: a run's layers as a graph of operations, tuned as TFLMSv2 does, and its swaps as a memory plan.
+"""LMS by distance: the swaps of a tuned graph of layers, as a memory plan.
 
-Le et al. 2018 (arXiv 1807.02037) and 2019 ("Automatic GPU memory management for large neural models
-in TensorFlow"). An operation is the forward or the backward of a layer here, where theirs are
-kernels, and the graph is that of one micro-batch of each stage of a rank. Swapping is local to a
-rank: beside data parallelism it only leaves more room.
+Sources: Le et al. 2018 (arXiv 1807.02037) and 2019 ("Automatic GPU memory management for large
+neural models in TensorFlow", TFLMSv2). An operation is the forward or the backward of a layer here,
+instead of a kernel. The graph consists of one micro-batch on each stage of a rank.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from gems.schedule.action import Kind
 RATIO = 0.9
 RATIO_WITH_REPLICAS = 0.8
 _TRIES = 16
-_SHARE = 0.97  # of the room that a try leaves to the next at most
+_SHARE = 0.97  # largest factor of the room from one try to the next
 _HELP = (
     "lms swaps saved tensors only: use memory=plan, more partitions, or a smaller image or"
     " micro-batch"
@@ -32,7 +31,7 @@ _HELP = (
 
 @dataclass(slots=True)
 class _Holder:
-    """Ranks that hold the same stages, with their static bytes and the bytes that their graph is tuned under."""
+    """Ranks with the same stages, their static bytes, and the bytes under which they are tuned."""
 
     ranks: list[int]
     layers: RankGraph
@@ -41,23 +40,23 @@ class _Holder:
     tuned: Tuned = field(init=False)
     is_least: bool = False
 
-    def tune(self, given: tuple[int | None, ...], is_last: bool = False) -> bool:
-        """Find parameters, in the end those that swap and wait for everything.
+    def tune(self, fixed: tuple[int | None, ...], is_last: bool = False) -> bool:
+        """Find parameters, or fall back to those that swap everything synchronously.
 
-        Return whether any were left.
+        Return False if this fallback was already in use.
         """
-        found = None if is_last else tune(self.layers.graph, self.room_bytes, *given)
-        if found is None and self.is_least:
+        tuned = None if is_last else tune(self.layers.graph, self.room_bytes, *fixed)
+        if tuned is None and self.is_least:
             return False
-        if found is None:
-            _, ahead, groupby, _ = given
-            found = Tuned(Parameters(1, ahead or 1, groupby or 0, 3), True, 0)
+        if tuned is None:
+            _, ahead, groupby, _ = fixed
+            tuned = Tuned(Parameters(1, ahead or 1, groupby or 0, 3), True, 0)
             self.is_least = True
-        self.tuned = found
+        self.tuned = tuned
         return True
 
     def needed_bytes(self, outcome: PlanOutcome) -> int:
-        """Return the peak of the rank that holds most under a plan."""
+        """Return the peak of the fullest of these ranks."""
         return max(outcome.peak_bytes[rank] for rank in self.ranks)
 
 
@@ -69,25 +68,25 @@ def lms(
     sync_mode: int | None = None,
     ratio: float | None = None,
 ) -> MemoryPlan:
-    """Return the plan of the given parameters.
+    """Return the plan for the given parameters; those that are None are tuned.
 
-    Those that are None are tuned (`gems.memory.policies.lms.graph`).
-    Each rank is tuned under M = (limit - what never leaves it) x ratio, by default 0.9, and 0.8
-    with replicas. That sees one micro-batch and no workspace; where a rank then holds more than its
-    limit, it is tuned again under less, and where the tuner finds nothing, everything is swapped
-    and waited for. With a threshold that is given, or without a limit, nothing is tuned again.
+    Each rank is tuned under M = (limit - static bytes) x ratio, with a default ratio of 0.9, or 0.8
+    with replicas (`gems.memory.policies.lms.graph`). This covers one micro-batch and no workspace.
+    A rank that exceeds its limit is tuned again with less room; if the tuner finds nothing,
+    everything is swapped synchronously. With a given threshold, or without a limit, ranks are tuned
+    once.
 
-    A layer is offloaded where most of the bytes that leave with it are swapped. Its memory is free
-    one action after the one that the copy is posted after, or at once where copies out are waited
-    for; it comes back as many actions ahead as the operation lies that sets it off. As in the
-    original, one whose maker is nearer than the distance ahead comes back on demand.
+    A layer is offloaded if most of the bytes that leave with it are swapped. Its memory is free one
+    action after the posting of the copy, or at once if copies out are synchronous. It returns as
+    many actions ahead as the operation that triggers it. As in the original, a tensor whose maker
+    is nearer than this distance returns on demand.
 
     Raises:
         DoesNotFitError: no parameters fit one of the ranks.
     """
     share = ratio if ratio is not None else RATIO_WITH_REPLICAS if len(case.paces) > 1 else RATIO
     limit = case.limit_bytes
-    given = (swapout_threshold, swapin_ahead, swapin_groupby, sync_mode)
+    fixed = (swapout_threshold, swapin_ahead, swapin_groupby, sync_mode)
     by_stages: dict[tuple[int, ...], list[int]] = {}
     for rank in range(case.schedule.num_ranks):
         stages = tuple(sorted({stage for _, stage in case.schedule.placement.stages_on(rank)}))
@@ -97,7 +96,7 @@ def lms(
         static = max(sum(case.static_blocks(rank)) for rank in ranks)
         room = inf if limit is None else (limit - static) * share
         holders.append(_Holder(ranks, RankGraph(case, ranks[0]), static, room))
-        holders[-1].tune(given)
+        holders[-1].tune(fixed)
     for tries in range(1, _TRIES + 1):
         plan = _plan(case, holders, {"ratio": share, "tries": tries})
         if limit is None or swapout_threshold is not None:
@@ -108,16 +107,15 @@ def lms(
         for holder in holders if tries < _TRIES else ():
             needed = holder.needed_bytes(outcome)
             if needed > limit:
-                # lower the room in the proportion in which the ranks hold too much, for other
-                # parameters
+                # lower the room by the factor by which the ranks exceed the limit
                 simulated = simulate(holder.layers.graph, holder.tuned.parameters, inf).peak_bytes
                 fitting = (limit - holder.static_bytes) / max(1, needed - holder.static_bytes)
                 holder.room_bytes = min(holder.room_bytes, simulated) * max(
                     0.0, min(_SHARE, fitting)
                 )
-                if not holder.tune(given, is_last=tries + 1 == _TRIES):
+                if not holder.tune(fixed, is_last=tries + 1 == _TRIES):
                     raise _too_large(case, holder, outcome)
-    raise _too_large(case, max(holders, key=lambda one: one.needed_bytes(outcome)), outcome)
+    raise _too_large(case, max(holders, key=lambda holder: holder.needed_bytes(outcome)), outcome)
 
 
 def _plan(case: MemoryCase, holders: list[_Holder], counters: Mapping[str, Any]) -> MemoryPlan:
@@ -141,7 +139,6 @@ def _plan(case: MemoryCase, holders: list[_Holder], counters: Mapping[str, Any])
 
 
 def _too_large(case: MemoryCase, holder: _Holder, outcome: PlanOutcome) -> DoesNotFitError:
-    """Return the error: what a rank needs with everything swapped at once."""
     assert case.limit_bytes is not None
     rank = max(holder.ranks, key=lambda rank: outcome.peak_bytes[rank])
     return DoesNotFitError(
@@ -154,12 +151,11 @@ _Layer = tuple[_Held, int]
 
 
 class RankGraph:
-    """One micro-batch of each stage of a rank, in the order in which the rank's list first runs them.
+    """One micro-batch of each stage of a rank, in the order in which the rank first runs them.
 
-    Operations are a stage's layers, forward from the first and backward from the last. Tensors are
-    the storages that they save, of which a copy may take those that are large enough; what a layer
-    hands to the next that nobody saves; the gradients on their way back; and what a stage is given,
-    forward and backward.
+    Operations are the forward and backward of layers. Tensors are saved storages, which are movable
+    if large enough; unsaved tensors between layers; gradients; and the tensors that a stage
+    receives.
     """
 
     def __init__(self, case: MemoryCase, rank: int) -> None:
@@ -172,38 +168,38 @@ class RankGraph:
         num_ops = 0
         first: dict[_Held, int | None] = {}
         for action in case.schedule.rank_schedules[rank]:
-            held = (action.direction, action.stage)
+            key = (action.direction, action.stage)
             if (
                 action.kind is Kind.W
-                or first.setdefault(held, action.micro_batch) != action.micro_batch
+                or first.setdefault(key, action.micro_batch) != action.micro_batch
             ):
                 continue
             layers = range(*cuts[action.stage : action.stage + 2])
             is_forward = action.kind is Kind.F
             for layer in layers if is_forward else reversed(layers):
-                (self._forward if is_forward else self._backward)[held, layer] = num_ops
+                (self._forward if is_forward else self._backward)[key, layer] = num_ops
                 num_ops += 1
-        for held in case.schedule.placement.stages_on(rank):
-            self._add_stage(held, *cuts[held[1] : held[1] + 2])
+        for key in case.schedule.placement.stages_on(rank):
+            self._add_stage(key, *cuts[key[1] : key[1] + 2])
         for op in range(1, num_ops):  # they run one after the other
             self._add(0, op - 1, [op])
         self.graph = Graph(num_ops, tuple(self._tensors))
 
     def segments(self, parameters: Parameters) -> dict[int, Segment]:
-        """Return the segments of layers most of whose bytes are swapped for their backward.
+        """Return the segments of the layers most of whose bytes are swapped.
 
-        A copy back is posted right after the operation that sets it off: so many actions ahead as
-        run in between.
+        A copy back is posted right after the operation that triggers it; `ahead` is the number of
+        actions in between.
         """
         swaps = {swap.tensor: swap for swap in self.graph.swaps(parameters)}
         movable: dict[int, int] = {}
         swapped: dict[int, int] = {}
         ahead: dict[int, int] = {}
-        for tensor, (held, storage) in self._movable.items():
+        for tensor, (key, storage) in self._movable.items():
             layer = storage.owner
             movable[layer] = movable.get(layer, 0) + storage.total_bytes
             for _, (reader, *_), trigger in swaps[tensor].returns if tensor in swaps else ():
-                if reader == self._backward[held, layer]:
+                if reader == self._backward[key, layer]:
                     swapped[layer] = swapped.get(layer, 0) + storage.total_bytes
                     ahead[layer] = max(
                         ahead.get(layer, 0), 0 if trigger is None else reader - trigger - 1
@@ -217,38 +213,38 @@ class RankGraph:
             if 2 * num_bytes > movable[layer]
         }
 
-    def _add_stage(self, held: _Held, first: int, end: int) -> None:
+    def _add_stage(self, key: _Held, first: int, end: int) -> None:
         layers = self._case.profile.layers
         forward = self._forward
         backward = self._backward
         for storage in saved_storages(self._case.profile, first, end, self._case.least_bytes):
             readers = {*storage.savers, storage.last_use} - {storage.maker}
-            consumers = {forward[held, layer] for layer in readers}
-            consumers |= {backward[held, layer] for layer in storage.savers}
+            consumers = {forward[key, layer] for layer in readers}
+            consumers |= {backward[key, layer] for layer in storage.savers}
             if storage.is_movable:
-                self._movable[len(self._tensors)] = (held, storage)
+                self._movable[len(self._tensors)] = (key, storage)
             self._add(
-                storage.total_bytes, forward[held, storage.maker], consumers, storage.is_movable
+                storage.total_bytes, forward[key, storage.maker], consumers, storage.is_movable
             )
         for layer in range(first + 1, end):
             unsaved = layers[layer].unsaved_input_bytes
             for back, num_bytes in layers[layer].unsaved_from:
                 unsaved -= num_bytes
                 if layer - back >= first:
-                    self._add(num_bytes, forward[held, layer - back], [forward[held, layer]])
-            self._add(max(0, unsaved), forward[held, layer - 1], [forward[held, layer]])
+                    self._add(num_bytes, forward[key, layer - back], [forward[key, layer]])
+            self._add(max(0, unsaved), forward[key, layer - 1], [forward[key, layer]])
             self._add(
                 layers[layer - 1].output_grad_bytes,
-                backward[held, layer],
-                [backward[held, layer - 1]],
+                backward[key, layer],
+                [backward[key, layer - 1]],
             )
-        if first and forward[held, first]:
-            given = self._case.profile.given_bytes(first)
+        if first and forward[key, first]:
+            input_bytes = self._case.profile.given_bytes(first)
             self._add(
-                given, forward[held, first] - 1, [forward[held, first], backward[held, first]]
+                input_bytes, forward[key, first] - 1, [forward[key, first], backward[key, first]]
             )
-        given_back = layers[end - 1].output_grad_bytes
-        self._add(given_back, backward[held, end - 1] - 1, [backward[held, end - 1]])
+        output_grad_bytes = layers[end - 1].output_grad_bytes
+        self._add(output_grad_bytes, backward[key, end - 1] - 1, [backward[key, end - 1]])
 
     def _add(
         self, num_bytes: int, maker: int, consumers: Iterable[int], is_movable: bool = False

@@ -1,7 +1,7 @@
-"""A graph of operations and tensors as LMS sees it, and the tuner of LMS's four parameters.
+"""LMS's graph of operations and tensors, and the tuner of its four parameters.
 
 TFLMSv2 (Le et al. 2019, "Automatic GPU memory management for large neural models in TensorFlow")
-measures distance in levels of the graph: an operation's level is the length of the longest way to
+measures distance in levels of the graph: an operation's level is the length of the longest path to
 it from any source.
 """
 
@@ -18,10 +18,9 @@ SYNC_MODES = (0, 1, 2, 3)
 
 
 class Tensor(NamedTuple):
-    """What an operation makes: its size, its maker and the operations that read it, by number.
+    """A tensor: its size, and the numbers of its maker and of the operations that read it.
 
-    Only one that `is_movable` may be swapped; the original leaves out vectors, scalars and
-    variables.
+    Only movable tensors may be swapped; the original skips vectors, scalars and variables.
     """
 
     num_bytes: int
@@ -31,10 +30,9 @@ class Tensor(NamedTuple):
 
 
 class Return(NamedTuple):
-    """One copy of a swapped tensor that comes back for the operations `consumers`.
+    """A copy of a swapped tensor back to the device, for the operations `consumers`.
 
-    It sets out when the operation `trigger` has run; without one, when the first of the consumers
-    begins, which waits.
+    It starts after the operation `trigger`; if that is None, the first consumer starts it and waits.
     """
 
     tensor: int
@@ -43,7 +41,7 @@ class Return(NamedTuple):
 
 
 class Swap(NamedTuple):
-    """A tensor that leaves the device after `last_near`, its last reader there, and its returns."""
+    """A tensor that leaves the device after its last near reader, `last_near`, and its returns."""
 
     tensor: int
     last_near: int
@@ -51,11 +49,11 @@ class Swap(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """What large model support swaps, and when.
+    """The parameters of large model support.
 
-    A tensor is swapped for readers more than `swapout_threshold` levels from its maker, comes back
-    `swapin_ahead` levels before them, and once for readers within `swapin_groupby` levels of each
-    other. `sync_mode` 1 waits for copies out, 2 for copies back, 3 for both, 0 for none.
+    A tensor is swapped for readers more than `swapout_threshold` levels from its maker, and returns
+    `swapin_ahead` levels before them, once for readers within `swapin_groupby` levels of each
+    other. `sync_mode` 1 makes copies out synchronous, 2 copies back, 3 both, 0 none.
     """
 
     swapout_threshold: int
@@ -76,10 +74,7 @@ class Parameters(NamedTuple):
 
 @dataclass(frozen=True)
 class Graph:
-    """A DAG of `num_ops` operations, makers numbered before readers.
-
-    They run level by level, by number.
-    """
+    """A DAG of `num_ops` operations, numbered in topological order; they run level by level."""
 
     num_ops: int
     tensors: tuple[Tensor, ...]
@@ -94,12 +89,12 @@ class Graph:
     @cached_property
     def levels(self) -> tuple[int, ...]:
         """The level of each operation, 0 for sources."""
-        found = [0] * self.num_ops
+        levels = [0] * self.num_ops
         for reader, maker in sorted(
             (reader, tensor.maker) for tensor in self.tensors for reader in tensor.consumers
         ):
-            found[reader] = max(found[reader], found[maker] + 1)
-        return tuple(found)
+            levels[reader] = max(levels[reader], levels[maker] + 1)
+        return tuple(levels)
 
     @cached_property
     def order(self) -> tuple[int, ...]:
@@ -113,45 +108,42 @@ class Graph:
 
     @property
     def num_levels(self) -> int:
-        """Number of levels: no distance is larger."""
+        """Number of levels, above all distances."""
         return len(self.by_level)
 
     @cached_property
     def _reached(self) -> tuple[int, ...]:
-        """For each operation, the set of those that it leads to, as the bits of a number."""
-        found = [0] * self.num_ops
-        for tensor in sorted(self.tensors, key=lambda each: -each.maker):
+        """For each operation, the set of operations reachable from it, as bits."""
+        reached = [0] * self.num_ops
+        for tensor in sorted(self.tensors, key=lambda tensor: -tensor.maker):
             for consumer in tensor.consumers:
-                found[tensor.maker] |= found[consumer] | 1 << consumer
-        return tuple(found)
+                reached[tensor.maker] |= reached[consumer] | 1 << consumer
+        return tuple(reached)
 
     def leads_to(self, op: int, other: int) -> bool:
-        """Whether there is a way from an operation to another."""
+        """Return whether there is a path from an operation to another."""
         return bool(self._reached[op] >> other & 1)
 
     def far_consumers(self, tensor: Tensor, threshold: int) -> tuple[int, ...]:
-        """Return the readers of a tensor that are far from its maker, nearest first.
-
-        They are more than `threshold` levels away.
-        """
+        """Return the readers more than `threshold` levels from a tensor's maker, nearest first."""
         nearest = self.levels[tensor.maker] + threshold
         return self._by_level({op for op in tensor.consumers if self.levels[op] > nearest})
 
     def groups(self, ops: Sequence[int], groupby: int) -> tuple[tuple[int, ...], ...]:
-        """Join operations, nearest first, within `groupby` levels of the one before; with 0 none."""
-        found: list[list[int]] = []
+        """Group operations that are within `groupby` levels of the one before; 0 groups none."""
+        groups: list[list[int]] = []
         for op in ops:
-            if groupby > 0 and found and self.levels[op] - self.levels[found[-1][-1]] <= groupby:
-                found[-1].append(op)
+            if groupby > 0 and groups and self.levels[op] - self.levels[groups[-1][-1]] <= groupby:
+                groups[-1].append(op)
             else:
-                found.append([op])
-        return tuple(map(tuple, found))
+                groups.append([op])
+        return tuple(map(tuple, groups))
 
     def control(self, maker: int, consumer: int, ahead: int) -> int | None:
-        """Return the operation after which a tensor is to come back for `consumer`, or None.
+        """Return the operation after which a tensor returns for `consumer`, or None.
 
-        It is the latest that leads to the consumer, lies more than `ahead` levels before it and
-        after the maker; at most 10 levels are searched, and of one level the first is taken.
+        It is the latest operation with a path to the consumer, more than `ahead` levels before it,
+        and after the maker. At most 10 levels are searched; the first operation of a level wins.
         """
         above = self.levels[consumer] - ahead
         lowest = max(above - LOOK_BACK_LEVELS, self.levels[maker] + 1)
@@ -159,8 +151,8 @@ class Graph:
         return next((op for op in earlier if self.leads_to(op, consumer)), None)
 
     def swaps(self, parameters: Parameters) -> tuple[Swap, ...]:
-        """Return what is swapped under these parameters, and how it comes back."""
-        found, (threshold, ahead, groupby, _) = [], parameters
+        """Return the swaps under these parameters."""
+        swaps, (threshold, ahead, groupby, _) = [], parameters
         for index, tensor in enumerate(self.tensors):
             far = self.far_consumers(tensor, threshold) if tensor.is_movable else ()
             if not far:
@@ -178,15 +170,15 @@ class Graph:
                 )
                 for group in self.groups(far, groupby)
             )
-            found.append(Swap(index, near[-1] if near else tensor.maker, returns))
-        return tuple(found)
+            swaps.append(Swap(index, near[-1] if near else tensor.maker, returns))
+        return tuple(swaps)
 
     def _by_level(self, ops: Collection[int]) -> tuple[int, ...]:
         return tuple(sorted(ops, key=lambda op: (self.levels[op], op)))
 
 
 class GraphMemory(NamedTuple):
-    """The bytes of a graph under some parameters; `fits` tells if it stays below the limit."""
+    """The bytes of a graph under some parameters, and whether it stays below the limit."""
 
     fits: bool
     peak_bytes: int
@@ -204,11 +196,11 @@ class Tuned(NamedTuple):
 def simulate(graph: Graph, parameters: Parameters, limit_bytes: float) -> GraphMemory:
     """Simulate the memory of a graph, operation by operation in the order of its levels.
 
-    An operation allocates what comes back for it on demand, and its outputs; after it what nobody
-    reads any more is freed, then the copies that it sets off are allocated. A tensor that leaves is
-    free after its last near reader where copies out are waited for, and one operation later where
-    they are not. As in the original, an allocation must be smaller than what is free, an output
-    that nobody reads is never there, and host memory only counts.
+    An operation allocates its on-demand returns and its outputs. After it, tensors without further
+    readers are freed, and then the returns that it triggers are allocated. A swapped tensor is
+    freed after its last near reader if copies out are synchronous, and one operation later if not.
+    As in the original, an allocation must be smaller than the free memory, outputs without readers
+    are not allocated, and host memory is unlimited.
     """
     num = graph.num_ops
     place = {op: index for index, op in enumerate(graph.order)}
@@ -259,15 +251,14 @@ def tune(
     swapin_groupby: int | None = None,
     sync_mode: int | None = None,
 ) -> Tuned | None:
-    """Return the parameters by the original's search; those that are given stay.
+    """Return the parameters by the original's search, or None if nothing fits; given ones stay.
 
-    None if even the least does not fit.
-    Nothing is swapped where the graph fits so (and none of the first three is given). Otherwise the
-    synchronisation mode is the first, from `sync_mode` (or 0) on, under which threshold 1 fits with
-    1 ahead and no grouping. Then, each by a binary search over the levels: the largest threshold
-    that fits; unless copies back are waited for, the largest distance ahead; and all readers in one
-    group where that fits, else the first grouping that a binary search meets. Where fitting is not
-    monotone in a parameter, a binary search's answer is what it is: one that fits.
+    If the graph fits without swaps (and none of the first three is given), nothing is swapped.
+    Otherwise the synchronization mode is the first one, from `sync_mode` (or 0) on, under which
+    threshold 1 fits with 1 ahead and no grouping. Binary searches over the levels then find the
+    largest threshold that fits and, unless copies back are synchronous, the largest distance ahead.
+    All readers are in one group if that fits, else in the first grouping that a binary search
+    meets. If fitting is not monotone in a parameter, the result is still one that fits.
     """
     num_levels = graph.num_levels
     num_plays = 0
@@ -277,28 +268,29 @@ def tune(
         num_plays += 1
         return simulate(graph, parameters, limit_bytes).fits
 
-    def found(parameters: Parameters, is_needed: bool = True) -> Tuned:
+    def tuned(parameters: Parameters, is_needed: bool = True) -> Tuned:
         return Tuned(parameters, is_needed, num_plays)
 
-    given = swapout_threshold, swapin_ahead, swapin_groupby
+    fixed = swapout_threshold, swapin_ahead, swapin_groupby
     threshold, ahead, grouped = (
-        value if each is None else each for each, value in zip(given, (1, 1, 0), strict=True)
+        value if parameter is None else parameter
+        for parameter, value in zip(fixed, (1, 1, 0), strict=True)
     )
     start = Parameters(threshold, ahead, grouped, sync_mode or 0)
-    if given == (None, None, None):
+    if fixed == (None, None, None):
         off = start._replace(swapout_threshold=num_levels)
         if fits(off):
-            return found(off, is_needed=False)
+            return tuned(off, is_needed=False)
     if swapout_threshold is None:
         while not fits(start):
             if start.sync_mode == SYNC_MODES[-1]:
                 return None
             start = start._replace(sync_mode=start.sync_mode + 1)
         start = _search(fits, start, "swapout_threshold", 1, num_levels)
-    if start.is_swapin_sync or None not in given[1:]:
-        return found(start)
+    if start.is_swapin_sync or None not in fixed[1:]:
+        return tuned(start)
     if swapout_threshold is not None and not fits(start):
-        return found(start._replace(sync_mode=SYNC_MODES[-1]))
+        return tuned(start._replace(sync_mode=SYNC_MODES[-1]))
     if swapin_ahead is None:
         start = _search(fits, start, "swapin_ahead", 1, num_levels)
     if swapin_groupby is None:
@@ -308,7 +300,7 @@ def tune(
             if fits(wide)
             else _search(fits, start, "swapin_groupby", 0, num_levels, is_any=True)
         )
-    return found(start)
+    return tuned(start)
 
 
 def _search(
@@ -319,9 +311,9 @@ def _search(
     high: int,
     is_any: bool = False,
 ) -> Parameters:
-    """Return the last parameters that fitted in a binary search for the largest value.
+    """Return the parameters with the largest value that fits, by binary search.
 
-    With `is_any`, return the first that fitted.
+    With `is_any`, return the first ones that fit.
     """
     best = start
     while low <= high:

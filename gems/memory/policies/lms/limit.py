@@ -1,10 +1,10 @@
-"""LMS by need: the plan of what an allocator with a limit pages out in a step.
+"""LMS by need: the plan of the storages that an allocator with a limit pages out in a step.
 
-IBM's large model support for PyTorch 1.5 pages out from within the allocator, the least recently
-used first, when a request meets the limit, and pages in when an operation reads. A step repeats
-itself, and the allocator learns it: what was reclaimed at a place in the last step is copied out
-there as soon as it is not in use. Here each rank's list is simulated with those rules until a step
-is like the one before. What is then reclaimed is the plan.
+IBM's large model support for PyTorch 1.5 works within the allocator. It pages out the least
+recently used storages when a request hits the limit, and pages in when an operation reads. It also
+learns the step: a storage that was reclaimed in the last step is copied out as soon as it is not in
+use. Here each rank's schedule is simulated by these rules until the step repeats itself; the
+reclaimed storages are the plan.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from gems.memory.reserved import Block, backward_requests
 from gems.memory.storages import Storage, saved_storages
 from gems.schedule.action import Action, Kind
 
-DEFAULT_SHARE = 0.95  # of the device, where no limit is given
+DEFAULT_SHARE = 0.95  # default limit, as a share of the device
 _UNLIMITED = 1 << 62
 _TRIES = 8
-_SHARE = 0.98  # of the limit that a try leaves to the next, so that tries end
+_SHARE = 0.98  # largest factor of the limit from one try to the next
 _HELP = (
     "lms_limit pages out saved tensors only: use memory=plan, more partitions, or a smaller image"
     " or micro-batch"
@@ -35,22 +35,22 @@ _HELP = (
 def lms_limit(
     case: MemoryCase, limit_bytes: int | None = None, reclaim: str = "first"
 ) -> MemoryPlan:
-    """Return the plan of what is reclaimed in a step that repeats itself.
+    """Return the plan of the storages that are reclaimed in a step that repeats itself.
 
-    A layer is offloaded where, over its micro-batches, most of the bytes that leave with it are
-    reclaimed before its backward; its memory is free where the first of them is needed by another,
-    and it comes back on demand. What is not saved for backward (parameters, gradients, messages,
-    workspace) stays, where the original pages that out as well. The limit is on what the allocator
-    reserves, in its segments; where the plan, which treats all micro-batches alike, holds more than
-    the limit, the step is simulated again under less. `counters` has the original's for the first
-    and for the repeated step, rank by rank.
+    A layer is offloaded if most of the bytes that leave with it, over its micro-batches, are
+    reclaimed before its backward. Its memory is free when the first of these bytes is needed
+    elsewhere, and it returns on demand. Unlike in the original, only saved tensors leave; not
+    parameters, gradients, messages and workspace. The limit applies to the segments that the
+    allocator reserves. The plan treats all micro-batches alike; if it exceeds the limit, the step
+    is simulated again under a lower one. `counters` has the original's counters, by rank, for the
+    first and the repeated step.
 
-    `limit_bytes` is the allocator's, None or 0 for 0.95 of what the rank may hold; without either
-    nothing is reclaimed. `reclaim` "first" takes the least recently used that is large enough,
-    "size" the one that fits best.
+    `limit_bytes` is the allocator's limit; None or 0 means 0.95 of the rank's limit, and without
+    that nothing is reclaimed. `reclaim` "first" takes the least recently used storage that is large
+    enough, "size" the one that fits best.
 
     Raises:
-        DoesNotFitError: a request that does not fit although everything that may leave has left.
+        DoesNotFitError: a request does not fit although everything that may leave has left.
     """
     allowed = limit_bytes or case.limit_bytes or _UNLIMITED
     limit = limit_bytes or (int(DEFAULT_SHARE * allowed) if allowed < _UNLIMITED else _UNLIMITED)
@@ -87,15 +87,17 @@ def lms_limit(
 
 
 def _plan(case: MemoryCase, ranks: Iterable[RankPaging]) -> MemoryPlan:
-    """Offload the layers most of whose bytes are reclaimed, over all ranks that hold them."""
+    """Return the plan that offloads layers most of whose bytes are reclaimed, over all ranks."""
     uses: dict[int, list[Use]] = {}
     for paging in ranks:
         for layer, use in paging.uses.items():
             uses.setdefault(layer, []).append(use)
     layers = {}
-    for layer, found in uses.items():
-        if 2 * sum(use.reclaimed_bytes for use in found) > sum(use.movable_bytes for use in found):
-            soonest = min(use.soonest for use in found if use.soonest is not None)
+    for layer, layer_uses in uses.items():
+        if 2 * sum(use.reclaimed_bytes for use in layer_uses) > sum(
+            use.movable_bytes for use in layer_uses
+        ):
+            soonest = min(use.soonest for use in layer_uses if use.soonest is not None)
             layers[layer] = Segment(
                 layer, layer + 1, Choice.OFFLOAD, free_after=max(0, soonest), ahead=0
             )
@@ -107,11 +109,11 @@ MAX_STEPS = 8
 
 @dataclass(slots=True)
 class Use:
-    """What becomes of the bytes that leave with one layer, over a step.
+    """The bytes that may leave with a layer, and those reclaimed, over a step.
 
-    `soonest` is the fewest actions that run between the layer's forward and the one that needs
-    their memory, or the stage's backward if that is sooner: there another layer may bring back what
-    left with this one.
+    `soonest` is the fewest actions between the layer's forward and the action that needs the
+    memory, or the stage's backward if that is sooner: then another layer may bring back what left
+    with this one.
     """
 
     movable_bytes: int = 0
@@ -124,18 +126,15 @@ class _Flight:
     """One micro-batch of one stage in flight."""
 
     paged: dict[int, list[Paged]] = field(default_factory=dict)  # by the numbers of storages
-    # when the forward of each layer ran whose backward has not run yet
+    # time of the forward of each layer whose backward has not run yet
     forward: dict[int, int] = field(default_factory=dict)
-    turn: int | None = None  # when backward began
+    turn: int | None = None  # begin of backward
     gone: set[Paged] = field(default_factory=set)
     others: list[Block] = field(default_factory=list)
 
 
 class RankPaging:
-    """Simulates the steps of a rank.
-
-    `uses` is of the last step, by layer, `steps` has the counts of all.
-    """
+    """A simulation of the steps of a rank: `uses` of the last one by layer, and counts of all."""
 
     def __init__(self, case: MemoryCase, rank: int, limit_bytes: int, reclaim: str) -> None:
         self.allocator = LmsAllocator(limit_bytes, reclaim)
@@ -143,7 +142,7 @@ class RankPaging:
         self.uses: dict[int, Use] = {}
         self._case = case
         self._rank = rank
-        # the storages that each layer makes, reads in its forward and saves for backward
+        # storages that each layer makes, reads in its forward, and saves for backward
         self._makes, self._reads, self._saves = (
             defaultdict[int, list[Storage]](list) for _ in range(3)
         )
@@ -171,11 +170,10 @@ class RankPaging:
         }
 
     def settle(self) -> None:
-        """Simulate steps until one reclaims as the one before did, at most 8.
+        """Simulate steps, at most 8, until one reclaims the same as the one before.
 
         Raises:
-            OutOfMemoryError: a request that does not fit although everything that may leave has
-            left.
+            OutOfMemoryError: a request does not fit although everything that may leave has left.
         """
         for num_bytes in self._case.static_blocks(self._rank):
             self.allocator.take(num_bytes)
@@ -217,20 +215,20 @@ class RankPaging:
             self.allocator.give_all(self._flights.pop(key).others)
 
     def _forward(self, flight: _Flight, layer: int, passing: Sequence[Block]) -> list[Block]:
-        """Run a layer's forward, and return its outputs that no layer saves."""
+        """Run a layer's forward, and return its unsaved outputs."""
         read = [paged for storage in self._reads[layer] for paged in flight.paged[storage.number]]
         self._pin(read)
         for storage in self._makes[layer]:
-            mine = flight.paged[storage.number] = [
+            storages = flight.paged[storage.number] = [
                 Paged(storage.num_bytes) for _ in range(storage.count)
             ]
-            for paged in mine:
+            for paged in storages:
                 self._of[paged] = (flight, storage)
                 self._note(self.allocator.make(paged))
             if storage.is_movable:
                 self.uses.setdefault(storage.owner, Use()).movable_bytes += storage.total_bytes
-        made = sum(storage.total_bytes for storage in self._makes[layer])
-        extra = self._case.profile.layers[layer].forward_peak_bytes - made
+        made_bytes = sum(storage.total_bytes for storage in self._makes[layer])
+        extra = self._case.profile.layers[layer].forward_peak_bytes - made_bytes
         outputs = [self._take(extra)] if extra > 0 else []
         self.allocator.give_all(passing)
         flight.forward[layer] = self._now
@@ -265,12 +263,9 @@ class RankPaging:
         return block
 
     def _pin(self, storages: Sequence[Paged]) -> None:
-        """Pin the storages on the device before any is paged in.
-
-        Thus none leaves for another storage of the same operation.
-        """
+        """Pin storages, those on the device first, so that none of them is paged out meanwhile."""
         away = [storage for storage in storages if storage.block is None]
-        for storage in (*(one for one in storages if one.block is not None), *away):
+        for storage in (*(storage for storage in storages if storage.block is not None), *away):
             self._note(self.allocator.pin(storage))
 
     def _unpin(self, storages: Iterable[Paged]) -> None:
@@ -279,7 +274,7 @@ class RankPaging:
                 self.allocator.unpin(storage)
 
     def _note(self, reclaimed: Sequence[Paged]) -> None:
-        """Record what is reclaimed between a layer's forward and backward, once each, and how soon."""
+        """Record storages that are reclaimed between a layer's forward and backward, once each."""
         for paged in reclaimed:
             flight, storage = self._of[paged]
             layer = storage.owner
