@@ -1,7 +1,4 @@
-"""What each layer of a model costs.
-
-The profile as plain data, and (in modules of their own) how it is taken.
-"""
+"""Profiles: the time and memory of each layer of a model, and the profilers that take them."""
 
 from gems.profile.model_profile import SCHEMA, LayerProfile, ModelProfile
 

@@ -1,7 +1,4 @@
-"""Whether a network in strips, or with a split backward, equals itself.
-
-Asked once for its code and configuration.
-"""
+"""Check that a network in strips, or with a split backward, is exact; results are cached."""
 
 from __future__ import annotations
 
@@ -18,12 +15,12 @@ from gems.utils.cache import cached
 from gems.utils.targets import source_of
 
 _log = logging.getLogger(__name__)
-CHECK = 2  # another number for comparisons that would find more
+CHECK = 2  # version of the comparison: change it if it would find more
 
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """What was compared: the image (height, width), and why not all was."""
+    """The compared image (height, width), and the reasons for layers that were left out."""
 
     image: tuple[int, int] | None
     left_out: str = ""
@@ -34,11 +31,10 @@ class Exactness:
 
 
 def check_exact(subject: Subject, split_by: str | None) -> None:
-    """Compare each layer of a user's network with its streaming form and its split backward.
+    """Compare each layer of a user's network with its streaming form or its split backward.
 
-    `split_by` is the name of the run's schedule if that splits the backward.
-
-    The toolkit's own networks are not compared, nor runs without strips and with a full backward.
+    `split_by` is the name of the run's schedule if that splits the backward. The toolkit's own
+    networks are not compared, nor runs without strips and with a full backward.
 
     Raises:
         ConfigError: A layer differs; the error names it.
@@ -61,7 +57,7 @@ def check_exact(subject: Subject, split_by: str | None) -> None:
     }
     key = json.dumps(known, sort_keys=True, default=str)
     try:
-        found = cached(
+        answer = cached(
             subject.cache_dir,
             "exactness",
             key,
@@ -71,7 +67,7 @@ def check_exact(subject: Subject, split_by: str | None) -> None:
         if error.key != "schedule":
             raise
         raise ConfigError("schedule", split_by, error.allowed, error.advice) from error
-    if found["left_out"]:
+    if answer["left_out"]:
         _log.warning(
-            "some layers were not compared with themselves before the run: %s", found["left_out"]
+            "some layers were not compared with themselves before the run: %s", answer["left_out"]
         )

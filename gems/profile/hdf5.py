@@ -1,7 +1,4 @@
-"""A profile in a trace file.
-
-A group with a column for each field of its layers, each with its unit and long name.
-"""
+"""A profile in a trace file: a group with a column, unit and long name for each layer field."""
 
 from __future__ import annotations
 
@@ -37,10 +34,9 @@ ROOT = (
 
 
 def write_profile(group: h5py.Group, profile: ModelProfile) -> None:
-    """Write a profile into an empty group.
+    """Write a profile into an empty group: attributes of the model, and columns of its layers.
 
-    Attributes of the model, and columns with an entry per layer.
-    Pairs are tables of three columns: layer, how many layers away, bytes. Storages are JSON texts.
+    Pairs are tables of three columns: layer, distance in layers, bytes. Storages are JSON texts.
     """
     group.attrs["schema"] = SCHEMA
     for name in ROOT:
@@ -67,7 +63,7 @@ def write_profile(group: h5py.Group, profile: ModelProfile) -> None:
         _write(
             group,
             name,
-            _table(rows, 3),
+            np.array(rows, dtype="i8").reshape(-1, 3),
             "1, 1, byte",
             f"{LONG_NAMES[name]}: layer, layers away, bytes",
         )
@@ -80,9 +76,17 @@ def add_to_trace(path: Path, profile: ModelProfile) -> None:
 
 
 def read_profile(group: h5py.Group) -> ModelProfile:
-    """Read what `write_profile` wrote; raises ConfigError for a profile of another schema."""
+    """Read a profile written by `write_profile`.
+
+    Raises:
+        ConfigError: the profile has another schema.
+    """
     layers: list[dict[str, Any]] = [
-        {"name": name.decode(), "kind": kind.decode(), **{each: [] for each in (*PAIRS, *STORAGES)}}
+        {
+            "name": name.decode(),
+            "kind": kind.decode(),
+            **{field: [] for field in (*PAIRS, *STORAGES)},
+        }
         for name, kind in zip(group["name"][:], group["kind"][:], strict=True)
     ]
     for column in group.keys() & {*TIMES, *SIZES}:
@@ -99,10 +103,6 @@ def read_profile(group: h5py.Group) -> ModelProfile:
     root = {name: _plain(group.attrs[name]) for name in ("schema", *ROOT)}
     more = {name: json.loads(group.attrs[name]) for name in ("versions", "facts")}
     return ModelProfile.from_json({**root, **more, "layers": layers}, group.name)
-
-
-def _table(rows: Sequence[tuple[int, ...]], width: int) -> np.ndarray:
-    return np.array(rows, dtype="i8").reshape(-1, width)
 
 
 def _write_texts(group: h5py.Group, name: str, texts: Sequence[str], long_name: str) -> None:

@@ -1,7 +1,4 @@
-"""A model's profile as plain data.
-
-The time and the bytes of every layer, and the storages that it makes.
-"""
+"""A model's profile as plain data: time, bytes and storages of every layer."""
 
 from __future__ import annotations
 
@@ -18,12 +15,16 @@ from gems.errors import ConfigError
 class Saved:
     """`count` equal storages that a layer makes, each of `num_bytes`.
 
-    Layers are counted from the one that makes them, which is 0: `savers` are those that save it for
-    backward, in order, `weight_readers` those after the maker whose weight gradient reads it,
-    `last_use` the last one that is given it, to read it or to carry it on. `is_product` says that a
-    convolution or a matrix product gave it, so that a selective recompute keeps it from the first;
-    `conv_savers` are the savers in which a convolution saves it, as its input. With no savers it is
-    memory that backward never reads.
+    Layers are numbered relative to the maker, which is 0. Without savers, backward never reads the
+    storage.
+
+    Attributes:
+        savers: the layers that save it for backward, in order.
+        last_use: the last layer that receives it, to read it or to pass it on.
+        is_product: whether a convolution or a matrix product made it, so that a selective recompute
+            keeps it.
+        weight_readers: later layers whose weight gradient reads it.
+        conv_savers: the savers in which a convolution saves it as its input.
     """
 
     num_bytes: int
@@ -41,7 +42,7 @@ class Saved:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Saved:
-        """Read what `dataclasses.asdict` gave."""
+        """Read a storage from a JSON document."""
         return cls(
             int(entry["num_bytes"]),
             tuple(int(saver) for saver in entry["savers"]),
@@ -54,7 +55,7 @@ class Saved:
 
 
 def counted(storages: Iterable[Saved]) -> tuple[Saved, ...]:
-    """Return storages with equal ones counted together, in order of first occurrence."""
+    """Merge equal storages, in order of first occurrence."""
     numbers: Counter[Saved] = Counter()
     for storage in storages:
         numbers[replace(storage, count=1)] += storage.count
@@ -79,10 +80,7 @@ def product_bytes_of(storages: Iterable[Saved]) -> int:
 def saved_from(
     stash_bytes: int, saved_later: Iterable[tuple[int, int]], cheap_bytes: int = 0
 ) -> tuple[Saved, ...]:
-    """Return storages that a stash may consist of, for a profile that has only sums.
-
-    There is one for each first saver.
-    """
+    """Return storages, one per first saver, that match the sums of a profile without storages."""
     cheap = min(cheap_bytes, stash_bytes)
     own = (Saved(cheap, is_product=True), Saved(stash_bytes - cheap))
     later = (Saved(num_bytes, (ahead,), ahead) for ahead, num_bytes in saved_later)
@@ -90,41 +88,38 @@ def saved_from(
 
 
 SCHEMA = "gems.profile/1"
-# of the facts
+# keys of facts
 LIBRARY_BYTES = "library_bytes"
 CUDA_GRAPHS = "cuda_graphs"
 
 
 def _value(default: Any, long_name: str) -> Any:
-    """Return a field of `LayerProfile` with its default and what it is, as trace files name it."""
+    """Return a field of `LayerProfile` with its default and its long name for trace files."""
     return field(default=default, metadata={"long_name": long_name})
 
 
 @dataclass(frozen=True, slots=True)
 class LayerProfile:
-    """One layer on one micro-batch.
+    """One layer on one micro-batch: times in seconds, sizes in bytes, pairs (layers away, bytes).
 
-    Times are seconds, sizes bytes; pairs are (how many layers away, bytes).
     Each storage that backward needs is counted once, at the layer that makes it: in `stash_bytes`
     if that layer saves it, in `saved_later` if a later layer is the first to save it. So a stage of
-    layers i..j keeps the stashes of its layers, and of `saved_later` what is first saved up to j.
-    `saved` lists these storages one by one with all that save them; by default it is made from the
-    two. `passing` has those that nobody saves but a recomputed segment keeps: outputs, and results
-    of convolutions and matrix products.
+    layers i..j keeps their stashes, and the part of `saved_later` that is first saved up to j.
+    `saved` lists these storages with all their savers; by default it follows from the two sums.
+    `passing` has unsaved storages that a recomputed segment keeps: outputs, and results of
+    convolutions and matrix products.
 
-    Peaks of forward count what the layer makes, its stash and outputs included, besides its inputs.
-    `backward_peak_bytes` counts gradients of outputs and inputs, beyond all that is saved when it
-    begins; gradients of parameters always stay and are not in it. `backward_peak_at` has the stage
-    ends at which the peak is another one, beyond the output gradients that the stage holds
-    throughout, and `passed_at` what of those a stage that begins here passes on in a copy.
-    `held_for_weights_bytes` includes `held_input_bytes` and `held_output_grad_bytes`, which the
-    stage counts itself where they are its own. Values named `cheap` are those of selective
-    recomputation, which keeps the results of convolutions and matrix products from the first
-    forward.
+    Peaks of forward include stash and outputs, but not inputs. `backward_peak_bytes` includes
+    gradients of outputs and inputs beyond the saved bytes, but not gradients of parameters, which
+    always stay. `backward_peak_at` has different peaks for some ends of the stage, beyond the
+    output gradients that the stage holds throughout, and `passed_at` the part of those that a stage
+    beginning here passes on in a copy. `held_for_weights_bytes` includes `held_input_bytes` and
+    `held_output_grad_bytes`, which a stage counts itself at its ends. Values named `cheap` belong
+    to selective recomputation, which keeps the results of convolutions and matrix products.
 
     Raises:
         ValueError: `saved` and `passing` do not add up to `stash_bytes`, `saved_later` and
-        `cheap_bytes`.
+            `cheap_bytes`.
     """
 
     name: str
@@ -189,16 +184,16 @@ class LayerProfile:
             tuple(pair for pair in self.saved_later if pair[1]),
             self.cheap_bytes,
         )
-        found = (*stash_of(self.saved), product_bytes_of((*self.saved, *self.passing)))
-        if stated != found:
+        sums = (*stash_of(self.saved), product_bytes_of((*self.saved, *self.passing)))
+        if stated != sums:
             raise ValueError(
                 f"layer {self.name}: stash_bytes, saved_later and cheap_bytes are {stated}, "
-                f"but its storages add up to {found}"
+                f"but its storages add up to {sums}"
             )
 
     @property
     def kept_bytes(self) -> int:
-        """The bytes that the layer makes and that it or a later layer saves for backward."""
+        """The bytes made by the layer that are saved for backward, by it or by a later layer."""
         return self.stash_bytes + sum(num_bytes for _, num_bytes in self.saved_later)
 
     @property
@@ -208,7 +203,7 @@ class LayerProfile:
 
 
 def _names(kind: str) -> tuple[str, ...]:
-    return tuple(each.name for each in fields(LayerProfile) if each.type == kind)
+    return tuple(entry.name for entry in fields(LayerProfile) if entry.type == kind)
 
 
 TIMES, SIZES, PAIRS, STORAGES = map(
@@ -237,12 +232,12 @@ class ModelProfile:
 
     @property
     def library_bytes(self) -> int:
-        """The bytes that cuBLAS and cuDNN hold on each rank's device, whatever it computes."""
+        """The bytes that cuBLAS and cuDNN hold on each rank's device."""
         return int(self.facts.get(LIBRARY_BYTES, 0))
 
     @property
     def is_captured(self) -> bool:
-        """Whether the layers run as CUDA graphs, whose memory never goes back to the allocator."""
+        """Whether the layers run as CUDA graphs, whose memory is never freed."""
         return bool(self.facts.get(CUDA_GRAPHS, False))
 
     def captured(self, is_captured: bool) -> ModelProfile:
@@ -261,14 +256,15 @@ class ModelProfile:
         return self.layers[layer - 1].output_bytes if layer else self.input_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Return the profile as the document that `profile.path` reads."""
+        """Return the profile as a JSON document for `profile.path`."""
         return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], path: object = "document") -> ModelProfile:
         """Read a document of `to_json`.
 
-        Raises ConfigError for another schema, a wrong field, or no layers.
+        Raises:
+            ConfigError: the schema is another one, a field is invalid, or there are no layers.
         """
 
         def refusal(text: str) -> ConfigError:
@@ -300,15 +296,15 @@ def _check_fields(kind: type, values: Mapping[str, Any]) -> None:
         "Mapping[str, str]": Mapping,
         "Mapping[str, Any]": Mapping,
     }
-    for each in fields(kind):
-        wanted = takes.get(str(each.type))
-        value = values.get(each.name)
-        if wanted is None or each.name not in values:
+    for entry in fields(kind):
+        wanted = takes.get(str(entry.type))
+        value = values.get(entry.name)
+        if wanted is None or entry.name not in values:
             continue
         if not isinstance(value, wanted) or isinstance(value, bool):
-            raise TypeError(f"{each.name} is {value!r}, no {each.type}")
+            raise TypeError(f"{entry.name} is {value!r}, no {entry.type}")
         if isinstance(value, int | float) and not 0 <= value < math.inf:
-            raise ValueError(f"{each.name} is {value!r}, no size or time")
+            raise ValueError(f"{entry.name} is {value!r}, no size or time")
 
 
 def _layer(entry: Mapping[str, Any]) -> LayerProfile:

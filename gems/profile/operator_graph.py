@@ -1,4 +1,4 @@
-"""The operator graph of a model: the cost of each operator, and who reads its output."""
+"""The operator graph of a model: the cost of each operator, and the readers of its output."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import heapq
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from gems.errors import ConfigError
@@ -17,10 +18,10 @@ SCHEMA = "gems.operators/1"
 class Op:
     """One operator on one micro-batch.
 
-    `backward_s` is its whole backward, which runs on the device of its forward. `output_bytes` go
-    once to each other device that reads the output, and as many come back from each reader there as
-    its gradient. `held_bytes` stay on its device from forward to backward; of them `state_bytes`
-    all the time, parameters with gradients and optimizer's state.
+    `backward_s` is its whole backward, on the same device as its forward. The output, of
+    `output_bytes`, is sent once to each other device that reads it, and each reader there returns a
+    gradient of the same size. `held_bytes` stay on the device from forward to backward; they
+    include `state_bytes`, which always stay: parameters, gradients and optimizer state.
     """
 
     name: str
@@ -38,14 +39,14 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class OpGraph:
-    """Operators and their edges (predecessor, reader), by their numbers; no circles.
+    """An acyclic graph of operators, with edges (predecessor, reader) by number.
 
-    `predecessors[v]` and `successors[v]` are ascending, and `order` is a topological order: by
-    depth first come, lowest number first.
+    `predecessors[v]` and `successors[v]` are ascending; `order` is the topological order in which
+    the lowest ready number comes first.
 
     Raises:
-        ConfigError: an edge to nowhere, twice or in a circle, or a time or size that is negative or
-        not finite.
+        ConfigError: an edge is invalid, duplicate or part of a cycle, or a time or size is negative
+            or not finite.
     """
 
     ops: tuple[Op, ...]
@@ -77,9 +78,11 @@ class OpGraph:
             successors[source].append(target)
             predecessors[target].append(source)
         object.__setattr__(
-            self, "predecessors", tuple(tuple(sorted(some)) for some in predecessors)
+            self, "predecessors", tuple(tuple(sorted(numbers)) for numbers in predecessors)
         )
-        object.__setattr__(self, "successors", tuple(tuple(sorted(some)) for some in successors))
+        object.__setattr__(
+            self, "successors", tuple(tuple(sorted(numbers)) for numbers in successors)
+        )
         object.__setattr__(self, "order", self._sorted())
 
     @property
@@ -94,7 +97,7 @@ class OpGraph:
 
     @property
     def held_bytes(self) -> int:
-        """What all operators hold together, in bytes."""
+        """The bytes that all operators hold together."""
         return sum(op.held_bytes for op in self.ops)
 
     @property
@@ -112,14 +115,15 @@ class OpGraph:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> OpGraph:
-        """Read what `to_json` wrote.
+        """Read a document of `to_json`.
 
-        Raises ConfigError for another schema, a malformed field or a wrong graph.
+        Raises:
+            ConfigError: the schema is another one, a field is malformed, or the graph is invalid.
         """
-        found = document.get("schema") if isinstance(document, Mapping) else None
-        if found != SCHEMA:
-            raise ConfigError("schema", found, f"allowed: {SCHEMA}")
-        names = {each.name for each in fields(Op)}
+        schema = document.get("schema") if isinstance(document, Mapping) else None
+        if schema != SCHEMA:
+            raise ConfigError("schema", schema, f"allowed: {SCHEMA}")
+        names = {entry.name for entry in fields(Op)}
         try:
             ops = tuple(Op(**{key: op[key] for key in names & op.keys()}) for op in document["ops"])
             edges = tuple((int(source), int(target)) for source, target in document["edges"])
@@ -135,18 +139,17 @@ class OpGraph:
         return max(ends)
 
     def _sorted(self) -> tuple[int, ...]:
-        missing = [len(some) for some in self.predecessors]
-        ready = [v for v, count in enumerate(missing) if not count]
-        found: list[int] = []
-        while ready:
-            found.append(heapq.heappop(ready))
-            for user in self.successors[found[-1]]:
-                missing[user] -= 1
-                if not missing[user]:
-                    heapq.heappush(ready, user)
-        if len(found) < self.num_ops:
-            stuck = next(v for v, count in enumerate(missing) if count)
-            raise ConfigError(
-                "edges", self.ops[stuck].name, "waits for itself: the graph has a circle"
-            )
-        return tuple(found)
+        sorter = TopologicalSorter(dict(enumerate(self.predecessors)))
+        try:
+            sorter.prepare()
+        except CycleError as error:
+            name = self.ops[min(error.args[1])].name
+            raise ConfigError("edges", name, "waits for itself: the graph has a cycle") from error
+        ready: list[int] = []
+        order: list[int] = []
+        while sorter.is_active():
+            for v in sorter.get_ready():
+                heapq.heappush(ready, v)
+            order.append(heapq.heappop(ready))
+            sorter.done(order[-1])
+        return tuple(order)

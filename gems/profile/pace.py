@@ -1,7 +1,4 @@
-"""How much longer layers take in a run than alone.
-
-A machine's pace, which calibration fits to runs.
-"""
+"""A machine's pace: how much longer layers take in a run than alone, as fitted by calibration."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 
 from gems.profile.model_profile import TIMES, LayerProfile, ModelProfile
 
-FACT = "pace"  # of a profile, where its times have a pace
+FACT = "pace"  # fact of a profile whose times include a pace
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +21,7 @@ class RunPace:
     pass_s: float = 0.0
 
     def time_s(self, alone_s: float, passes: float = 1.0) -> float:
-        """Return the time in a run of what takes `alone_s` alone, in so many passes."""
+        """Return the time in a run of passes that take `alone_s` alone."""
         return self.factor * alone_s + self.pass_s * passes
 
     def of(self, profile: ModelProfile) -> ModelProfile:

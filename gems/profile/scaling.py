@@ -1,4 +1,4 @@
-"""Scaling: a profile at another resolution and micro-batch, from profiles at a few."""
+"""Extrapolate profiles to another resolution and micro-batch size."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ from gems.profile.model_profile import (
 def extrapolate(
     points: Sequence[ModelProfile], height_px: int, width_px: int, micro_batch_size: int
 ) -> ModelProfile:
-    """Return the profile at another shape.
+    """Return the profile at another shape, with every figure as a + b x pixels by least squares.
 
-    Every time and size as a + b x pixels of the micro-batch, by least squares.
-    Of a convolutional network that is what times and sizes are, except for rounding where a side is
-    no multiple of the network's stride. `facts["error"]` has the largest relative error of the
-    whole's time and stash when one point after the other is left out and predicted from the rest;
-    None with fewer than three points.
+    For a convolutional network this is exact, except for rounding if a side is not a multiple of
+    the network's stride. `facts["error"]` has the largest relative error of the total time and
+    stash in leave-one-out cross-validation; None with fewer than three points.
 
     Raises:
-        ConfigError: fewer than two sizes, or points of different models.
+        ConfigError: there are fewer than two sizes, or points of different models.
     """
     _check(points)
     error = None
@@ -42,10 +40,10 @@ def extrapolate(
             guess = _fit(rest, point.height_px, point.width_px, point.micro_batch_size)
             for name in error:
                 error[name] = max(error[name], abs(_whole(guess, name) / _whole(point, name) - 1))
-    found = _fit(points, height_px, width_px, micro_batch_size)
+    profile = _fit(points, height_px, width_px, micro_batch_size)
     shapes = [[point.micro_batch_size, point.height_px, point.width_px] for point in points]
-    found = replace(found, facts={"extrapolated_from": shapes, "error": error})
-    return found.captured(points[0].is_captured)
+    profile = replace(profile, facts={"extrapolated_from": shapes, "error": error})
+    return profile.captured(points[0].is_captured)
 
 
 def _fit(
@@ -54,39 +52,45 @@ def _fit(
     """Return the profile on the line nearest to the points; no value is below 0."""
     pixels = [_pixels(point) for point in points]
     mean = sum(pixels) / len(pixels)
-    spread = sum((one - mean) ** 2 for one in pixels)
+    spread = sum((count - mean) ** 2 for count in pixels)
     beyond = micro_batch_size * height_px * width_px - mean
-    weights = [1 / len(pixels) + beyond * (one - mean) / spread for one in pixels]
+    weights = [1 / len(pixels) + beyond * (count - mean) / spread for count in pixels]
 
     def at(values: Iterable[float]) -> float:
         return max(0.0, sum(weight * value for weight, value in zip(weights, values, strict=True)))
 
-    def layer(several: Sequence[LayerProfile]) -> LayerProfile:
+    def fitted_layer(layers: Sequence[LayerProfile]) -> LayerProfile:
         def rows(name: str) -> Iterator[tuple[Any, ...]]:
-            return zip(*(getattr(one, name) for one in several), strict=True)
+            return zip(*(getattr(layer, name) for layer in layers), strict=True)
 
-        fitted: dict[str, Any] = {name: at(getattr(one, name) for one in several) for name in TIMES}
-        fitted |= {name: round(at(getattr(one, name) for one in several)) for name in SIZES}
+        fitted: dict[str, Any] = {
+            name: at(getattr(layer, name) for layer in layers) for name in TIMES
+        }
+        fitted |= {name: round(at(getattr(layer, name) for layer in layers)) for name in SIZES}
         fitted |= {
             name: tuple(
                 (row[0][0], round(at(num_bytes for _, num_bytes in row))) for row in rows(name)
             )
             for name in PAIRS
         }
-        if any(_structure(one) != _structure(several[0]) for one in several):
-            return replace(several[0], **fitted, saved=(), passing=())
-        found = {
+        if any(_structure(layer) != _structure(layers[0]) for layer in layers):
+            return replace(layers[0], **fitted, saved=(), passing=())
+        storages = {
             name: tuple(
-                replace(row[0], num_bytes=round(at(one.num_bytes for one in row)))
+                replace(row[0], num_bytes=round(at(storage.num_bytes for storage in row)))
                 for row in rows(name)
             )
             for name in STORAGES
         }
-        stash, later = stash_of(found["saved"])
-        cheap = product_bytes_of((*found["saved"], *found["passing"]))
+        stash, later = stash_of(storages["saved"])
+        cheap = product_bytes_of((*storages["saved"], *storages["passing"]))
         return replace(
-            several[0],
-            **(fitted | found | {"stash_bytes": stash, "saved_later": later, "cheap_bytes": cheap}),
+            layers[0],
+            **(
+                fitted
+                | storages
+                | {"stash_bytes": stash, "saved_later": later, "cheap_bytes": cheap}
+            ),
         )
 
     return replace(
@@ -95,7 +99,7 @@ def _fit(
         width_px=width_px,
         micro_batch_size=micro_batch_size,
         layers=tuple(
-            layer(several) for several in zip(*(point.layers for point in points), strict=True)
+            fitted_layer(layers) for layers in zip(*(point.layers for point in points), strict=True)
         ),
         input_bytes=round(at(point.input_bytes for point in points)),
     )
@@ -125,8 +129,10 @@ def _aheads(profile: ModelProfile) -> list[tuple[object, ...]]:
 
 
 def _structure(layer: LayerProfile) -> list[list[Saved]]:
-    """Return what is alike at other resolutions: all of the storages but their bytes."""
-    return [[replace(one, num_bytes=0) for one in getattr(layer, name)] for name in STORAGES]
+    """Return the storages without their bytes, which are the same at all resolutions."""
+    return [
+        [replace(storage, num_bytes=0) for storage in getattr(layer, name)] for name in STORAGES
+    ]
 
 
 def _pixels(profile: ModelProfile) -> int:

@@ -1,4 +1,4 @@
-"""Tables of the joint costs of layers i to e, for every i and e at once, and of a rank's stages."""
+"""Tables of the joint costs of layers i to e, for all i and e, and of a rank's stages."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ Table = NDArray[np.float64]
 
 
 class Spans:
-    """Tables (L, L + 1) over all runs of neighbouring layers of a profile.
+    """Tables (L, L + 1) over all spans of layers: entry [i, e] is for layers i up to e (e > i).
 
-    Entry [i, e] is of layers i up to e.
-    Only entries with e > i mean anything; the others are 0.
+    Other entries are 0.
     """
 
     def __init__(self, profile: ModelProfile) -> None:
@@ -27,7 +26,7 @@ class Spans:
 
     @cached_property
     def stash(self) -> Table:
-        """Bytes that a stage keeps from forward to backward, its inputs not among them."""
+        """Bytes that a stage keeps from forward to backward, without its inputs."""
         layers = self.profile.layers
         num = self.num_layers
         table = np.zeros((num + 1, num + 1))
@@ -42,10 +41,7 @@ class Spans:
 
     @cached_property
     def held_for_weights(self) -> Table:
-        """The bytes that a split backward keeps between I and W.
-
-        The stage's inputs and given gradients are not included.
-        """
+        """Bytes that a split backward keeps between I and W, without inputs and output gradients."""
         own = self._of("held_input_bytes")[:, None] + np.append(
             0.0, self._of("held_output_grad_bytes")
         )
@@ -54,7 +50,7 @@ class Spans:
 
     @cached_property
     def forward_peak(self) -> Table:
-        """The most bytes in use during a stage's forward, its inputs not among them."""
+        """The peak bytes of a stage's forward, without its inputs."""
         peaks = self._of("forward_peak_bytes")
         unsaved = self._of("unsaved_input_bytes")
         carried = [
@@ -66,17 +62,16 @@ class Spans:
         for i in range(self.num_layers):
             own = unsaved.copy()
             for layer, maker, size in carried:
-                own[layer] -= size if maker < i else 0  # it is among the stage's inputs
+                own[layer] -= size if maker < i else 0  # an input of the stage
             before = np.append(0.0, self.stash[i, i + 1 : -1] + own[i + 1 :])
             table[i, i + 1 :] = np.maximum.accumulate(before + peaks[i:])
         return table
 
     @cached_property
     def backward_peak(self) -> Table:
-        """The most bytes in use during a stage's backward.
+        """The peak bytes of a stage's backward: stash, gradients and workspace, without inputs.
 
-        What it still keeps, gradients, workspace; no inputs.
-        The gradient of the stage's output, which the stage was given, is in use throughout.
+        The received gradient of the stage's output is held throughout.
         """
         layers = self.profile.layers
         peaks = self._of("backward_peak_bytes")
@@ -93,8 +88,7 @@ class Spans:
             table[i, i + 1 :] = np.maximum(
                 self.stash[i, i + 1 :] + last[i:], within + gradients[i:]
             )
-        # the ends of stages at which layers before the last have a backward peak of their own, and
-        # those peaks
+        # by end of the stage, the different backward peaks of layers before the last
         cases: dict[int, dict[int, int]] = {}
         for index, layer in enumerate(layers):
             for ahead, num_bytes in layer.backward_peak_at:
@@ -109,30 +103,24 @@ class Spans:
         for i, layer in enumerate(layers):
             for ahead, num_bytes in layer.passed_at:
                 table[i, i + ahead + 1] += num_bytes
-        # at its end a stage has a gradient for each input, of zeros where none came
+        # at its end a stage has a gradient for each input, possibly of zeros
         return np.where(table > 0, np.maximum(table, self.handed_back + self.given_back), 0.0)
 
     @cached_property
     def input_gradient_peak(self) -> Table:
-        """The most bytes in use during I of a split backward.
-
-        As `backward_peak`, and what is left for W so far.
-        """
+        """The peak bytes of I of a split backward: `backward_peak`, and the bytes kept for W."""
         peaks = self._of("backward_peak_bytes")
         gradients = self._of("output_grad_bytes")
-        left = np.cumsum(self._of("held_for_weights_bytes"))
+        for_weights = np.cumsum(self._of("held_for_weights_bytes"))
         table = np.zeros_like(self.stash)
         for i in range(self.num_layers):
-            so_far = self.stash[i, i + 1 :] + peaks[i:] - left[i:]
-            table[i, i + 1 :] = np.maximum.accumulate(so_far) + left[i:] + gradients[i:]
+            so_far = self.stash[i, i + 1 :] + peaks[i:] - for_weights[i:]
+            table[i, i + 1 :] = np.maximum.accumulate(so_far) + for_weights[i:] + gradients[i:]
         return table
 
     @cached_property
     def weight_gradient_peak(self) -> Table:
-        """The most bytes that W needs beyond what I left.
-
-        The gradient of the largest layer's parameters.
-        """
+        """The peak bytes of W beyond those kept by I: the gradient of the largest parameters."""
         params = self._of("param_bytes")
         table = np.zeros_like(self.stash)
         for i in range(self.num_layers):
@@ -156,56 +144,55 @@ class Spans:
 
     @cached_property
     def given(self) -> Table:
-        """Bytes that the first layer is given; the same in a row."""
+        """Bytes of the first layer's inputs, constant in a row."""
         return self._in_rows([self.profile.given_bytes(i) for i in range(self.num_layers)])
 
     @cached_property
     def handed_on(self) -> Table:
-        """Bytes that the last layer passes on; the same in a column."""
+        """Bytes of the last layer's outputs, constant in a column."""
         return np.tile(np.append(0.0, self._of("output_bytes")), (self.num_layers, 1))
 
     @cached_property
     def given_back(self) -> Table:
-        """Bytes of the gradient that the last layer is given; the same in a column."""
+        """Bytes of the last layer's output gradients, constant in a column."""
         return np.tile(np.append(0.0, self._of("output_grad_bytes")), (self.num_layers, 1))
 
     @cached_property
     def handed_back(self) -> Table:
-        """Bytes of the gradient that the first layer returns; the same in a row, 0 in the first."""
+        """Bytes of the first layer's input gradients, constant in a row and 0 in row 0."""
         return self._in_rows(np.append(0.0, self._of("output_grad_bytes")[:-1]))
 
     @cached_property
     def slot(self) -> Table:
         """Bytes of a slot of a stage's CUDA graphs: its storages at fixed addresses.
 
-        Each storage counts once: what the layers save, as without graphs; copies of the inputs;
-        outputs that are not saved; and the gradients of outputs and of inputs. The outputs of the
-        last stage are what the loss is given. The loss runs without graphs, and what it saves is
-        not counted.
+        They are the stash, copies of the inputs, unsaved outputs, and the gradients of outputs and
+        inputs. The outputs of the last stage are the inputs of the loss. The loss runs without
+        graphs, so the storages that it saves do not count.
         """
         return self._slot("input_grads_at")
 
     @cached_property
     def segment_slot(self) -> Table:
-        """The same of a later segment of a stage, whose input gradients stay as they are made."""
+        """The same for a later segment of a stage, whose input gradients are not copied."""
         return self._slot("segment_grads_at")
 
     @cached_property
     def slot_for_weights(self) -> Table:
-        """Bytes of a slot in addition with a split backward: the gradients that I leaves for W."""
+        """Additional bytes of a slot with a split backward: the gradients that I keeps for W."""
         of_outputs = np.append(0.0, self._of("held_output_grad_bytes"))
         table: Table = np.maximum(self._sums("held_grad_bytes") - of_outputs, 0.0)
         return table
 
     @cached_property
     def slot_pool(self) -> Table:
-        """The most bytes in use in a slot, whose pool keeps room for temporary tensors."""
+        """The peak bytes of a slot and its pool, which includes temporary tensors."""
         backward = self.backward_peak - self.given_back + self._unsaved_outputs
         return np.maximum(self.slot, self._around_slot + np.maximum(self.forward_peak, backward))
 
     @cached_property
     def split_slot_pool(self) -> Table:
-        """The same with a split backward, whose I leaves in the slot what W reads."""
+        """The same with a split backward, whose I keeps tensors for W in the slot."""
         backward = np.maximum(
             self.input_gradient_peak - self.given_back,
             self.held_for_weights + self.weight_gradient_peak,
@@ -230,12 +217,12 @@ class Spans:
 
     @cached_property
     def _unsaved_outputs(self) -> Table:
-        """Bytes that a stage makes and passes on, or gives to the loss, and does not save."""
+        """Bytes of unsaved outputs of a stage, or unsaved inputs of the loss."""
         own = np.zeros((self.num_layers, self.num_layers + 1))
         for maker, layer in enumerate(self.profile.layers):
-            for one in (*layer.saved, *layer.passing):
-                until = min((one.last_use, *one.savers))
-                own[maker, maker + 1 : maker + 1 + until] += one.total_bytes
+            for storage in (*layer.saved, *layer.passing):
+                until = min((storage.last_use, *storage.savers))
+                own[maker, maker + 1 : maker + 1 + until] += storage.total_bytes
         own[-1, -1] += self.profile.layers[-1].score_bytes
         table: Table = np.cumsum(own[::-1], axis=0)[::-1]
         return table
@@ -258,13 +245,12 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class RankCosts:
-    """What the stages of one rank cost together.
+    """The joint cost of a rank's `stages`: the maximum over `moments` of the sum over the stages.
 
-    The largest over `moments` of a sum over its stages.
-    `stages` names them. `moments[m][k]` gives, when called, the table of stage `stages[k]` at
-    moment m of the step: an array (L, L + 1) whose entry [i, e] is the cost of that stage when it
-    holds layers i up to e (e > i; the rest is not read). Where a rank has one stage, all its
-    moments may be folded into one table, the largest of each entry.
+    `moments[m][k]()` returns the table of stage `stages[k]` at moment m of the step: an array
+    (L, L + 1) whose entry [i, e] is the cost of that stage with layers i up to e (e > i; other
+    entries are not read). The moments of a rank with one stage may be merged into one table, the
+    elementwise maximum.
     """
 
     stages: tuple[int, ...]

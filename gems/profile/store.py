@@ -148,7 +148,7 @@ def _with_times_of_strips(subject: Subject, profile: ModelProfile) -> ModelProfi
     streaming form, times stay unchanged.
     """
     try:
-        work = strip_work_of(subject)
+        work = strip_work(subject)
     except ConfigError:
         return profile
     sides = subject.data.height_px, subject.data.width_px
@@ -164,10 +164,12 @@ def _with_times_of_strips(subject: Subject, profile: ModelProfile) -> ModelProfi
             replace(layer, **{name: getattr(small.layers[number], name) * share for name in TIMES})
         )
     shares = [list(of_layer.shares) for of_layer in work.layers]
-    found = replace(profile, layers=tuple(layers), facts={**profile.facts, STRIP_SHARES: shares})
+    in_strips = replace(
+        profile, layers=tuple(layers), facts={**profile.facts, STRIP_SHARES: shares}
+    )
     whole_s = sum(layer.time_s for layer in profile.layers)
     slower = sum(layer.time_s for layer in layers) / whole_s if whole_s else 1.0
-    return replace(found, facts={**found.facts, STRIPS_OVER_WHOLE: slower})
+    return replace(in_strips, facts={**in_strips.facts, STRIPS_OVER_WHOLE: slower})
 
 
 def _sides_of_strips(subject: Subject, at_once: int) -> tuple[int, int]:
@@ -215,13 +217,13 @@ def known_pace(subject: Subject) -> RunPace | None:
         return None
     if machine.pace_factor is not None:
         return RunPace(machine.pace_factor, machine.pace_pass_s)
-    found = (
+    document = (
         None
         if subject.profile.path is not None
         else read_cached(subject.cache_dir, PACE, _pace_key(machine))
     )
     try:
-        return None if found is None else RunPace(**found)
+        return None if document is None else RunPace(**document)
     except TypeError:  # written by another version
         return None
 
@@ -279,7 +281,7 @@ def read_document(path: Path) -> ModelProfile:
 
 def check(profile: ModelProfile, subject: Subject, path: Path) -> None:
     """Raise ConfigError if a profile differs from the run in layers, shape, dtype or versions."""
-    found = {
+    actual = {
         "data.height_px": profile.height_px,
         "data.width_px": profile.width_px,
         "parallel.micro_batch_size": profile.micro_batch_size,
@@ -292,15 +294,15 @@ def check(profile: ModelProfile, subject: Subject, path: Path) -> None:
             if value is not None
         },
     }
-    wanted = {
+    expected = {
         **subject.layers,
         "layers": [layer.name for layer in layers_of(subject.model, subject.data)],
         **{f"version of {name}": text for name, text in versions().items()},
     }
     several = [
-        f"{key}={found[key]} instead of {wanted[key]}"
-        for key in wanted
-        if key in found and found[key] != wanted[key]
+        f"{key}={actual[key]} instead of {expected[key]}"
+        for key in expected
+        if key in actual and actual[key] != expected[key]
     ]
     if several:
         named = [text for text in several if not text.startswith("layers=")] or ["other layers"]
@@ -326,19 +328,19 @@ def operators_taken(subject: Subject) -> dict[str, Any]:
 
 
 def strips_of(subject: Subject, boundaries: Sequence[int]) -> StripProfile:
-    """Return what the stages of a resolved run keep of each strip.
+    """Return the strip profile of a resolved run's stages, from the cache or taken now.
 
-    The profile comes from the cache or is taken now, on fake tensors.
+    It is taken on fake tensors.
 
     Raises:
         ConfigError: A layer needs the whole image, or as `take_profile`.
     """
     cut = replace(subject, parallel=replace(subject.parallel, boundaries=list(boundaries)))
-    found = StripProfile.from_json(_strips_taken(cut, STRIPS_TAKER, "stages"))
-    return replace(found, reads_rows=reads_rows(subject.data))
+    strips = StripProfile.from_json(_strips_taken(cut, STRIPS_TAKER, "stages"))
+    return replace(strips, reads_rows=reads_rows(subject.data))
 
 
-def strip_work_of(subject: Subject) -> StripWork:
+def strip_work(subject: Subject) -> StripWork:
     """Return each strip's share of the layers of a resolved run, from the cache or taken now.
 
     Raises:

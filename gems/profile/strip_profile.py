@@ -20,25 +20,24 @@ class StripBytes:
     """One strip of one micro-batch on one stage, in bytes.
 
     Attributes:
-        given: what it is given by the stage before, or its rows of the images.
-        handed_on: what it gives to the next stage.
+        given: inputs from the previous stage, or its rows of the images.
+        handed_on: outputs to the next stage.
         given_back, handed_back: the gradients of `handed_on` and of `given`.
-        saved: the storages that it makes and saves for backward.
-        saved_outputs: those of them that it also hands on.
-        carried: the storages that earlier strips have left it.
-        saved_carried: those of them that it saves for backward.
-        saved_by_loss: the storages that the loss makes and saves; of the last strip.
-        left: what waits for later strips after it.
-        waiting: what only the loss will read, until it has run.
-        loss_gradient: the gradients of what earlier strips gave the loss, until the backward of the
-            first has run; of the last strip.
-        carried_back: the gradients of what was left to it and later strips, until the backward of
-            the strips that left it has read them.
-        slot: what it has in a slot of CUDA graphs.
-        held_for_weights: what its input gradient leaves for its weight gradient.
-        made_for_weights: what of that forward has neither saved nor given.
-        forward_peak: the most that its forward makes at once; the three below likewise, beyond what
-            is saved.
+        saved: storages that it makes and saves for backward.
+        saved_outputs: saved storages that are also outputs.
+        carried: storages carried over from earlier strips.
+        saved_carried: carried storages that it saves for backward.
+        saved_by_loss: storages that the loss makes and saves, for the last strip.
+        left: carries that wait for later strips.
+        waiting: inputs of the loss that nothing else reads, until the loss has run.
+        loss_gradient: for the last strip, the gradients of earlier strips' inputs of the loss,
+            until the backward of the first strip has run.
+        carried_back: gradients of the carries of this and later strips, until the strips that made
+            them have read these gradients in their backward.
+        slot: its bytes in a slot of CUDA graphs.
+        held_for_weights: bytes kept from its input gradient to its weight gradient.
+        made_for_weights: the part of these bytes that forward has neither saved nor received.
+        forward_peak: the peak of its forward; likewise the three below, beyond the saved bytes.
     """
 
     given: int
@@ -85,7 +84,7 @@ class StripProfile:
         return len(self.stages[0])
 
     def most(self, stage: int, name: str) -> int:
-        """Return the most bytes of something in any strip of a stage."""
+        """Return the largest value of a field over the strips of a stage."""
         return max(int(getattr(strip, name)) for strip in self.stages[stage])
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a profile is of: the model, its samples, and how and where its layers run."""
+"""The subject of a profile: the model, its samples, and how and where its layers run."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Subject:
 
     @property
     def layers(self) -> dict[str, Any]:
-        """The model and everything of the data and the run that its layers see, by key."""
+        """The settings that determine the layers and their inputs, by key."""
         size = self.parallel.micro_batch_size
         return layer_keys(self.model, self.data, size, self.train.layer_dtype)
 
@@ -69,7 +69,7 @@ class Subject:
 def layer_keys(
     model: ModelConfig, data: DataConfig, micro_batch_size: int, dtype: str
 ) -> dict[str, Any]:
-    """Return the model and everything of the data and the run that its layers see, by key."""
+    """Return the settings that determine the layers and their inputs, by key."""
     code = (
         {"code of model.target": source_of(model.target, model.path)}
         if model.target is not None

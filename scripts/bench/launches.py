@@ -23,7 +23,7 @@ from scipy.optimize import least_squares
 from gems.config.schema import MachineConfig
 from gems.models.mixed import Precision
 from gems.profile.profilers.chain import profile_model
-from gems.profile.profilers.fake import Operator, Rates, Roofline, fake_lab, rates_of
+from gems.profile.profilers.fake import Operator, Rates, Roofline, fake_lab, machine_rates
 from gems.profile.profilers.layer_run import LayerCall, Times, give_gradients
 from scripts.bench.rig import Table, answered, composed, log, options, square
 
@@ -75,7 +75,7 @@ class Case:
         """Return the time of all passes, replayed or launched one operator after the other."""
         if key == "graph_s":
             machine = replace(machine, launch_s=0.0, bfloat16_launch_s=0.0)
-        rates = rates_of(machine, Precision.of(self.figures["precision"]))
+        rates = machine_rates(machine, Precision.of(self.figures["precision"]))
         return sum(map(rates.pass_s, self.passes))
 
     def error(self, machine: MachineConfig, key: str) -> float:

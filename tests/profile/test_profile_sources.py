@@ -19,7 +19,7 @@ from gems.profile.profilers.fake import (
     Rates,
     Roofline,
     fake_profile,
-    rates_of,
+    machine_rates,
     roofline_times,
 )
 from gems.profile.profilers.incremental import McapDevices, incremental_profile
@@ -260,17 +260,19 @@ class TestRoofline:
     def test_costs_of_launches_count_only_with_a_launch(self) -> None:
         gpu = MachineConfig(device="cuda", flops_per_s=1e12, bfloat16_flops_per_s=2e12)
         more = {"operator_s": 1.0, "operator_efficiency": 0.5, "half_rate_channels": 4.0}
-        assert rates_of(replace(gpu, **more), torch.float32) == rates_of(gpu, torch.float32)
+        assert machine_rates(replace(gpu, **more), torch.float32) == machine_rates(
+            gpu, torch.float32
+        )
         known = replace(gpu, launch_s=2.0, **more)
-        assert rates_of(known, torch.float32) == Rates(5e11, 5e9, 2.0, 1.0, 4.0)
-        assert rates_of(known, torch.bfloat16) == Rates(1e12, 5e9, 2.0, 1.0, 4.0)
+        assert machine_rates(known, torch.float32) == Rates(5e11, 5e9, 2.0, 1.0, 4.0)
+        assert machine_rates(known, torch.bfloat16) == Rates(1e12, 5e9, 2.0, 1.0, 4.0)
         low = replace(known, bfloat16_launch_s=3.0, bfloat16_half_rate_channels=0.0)
-        assert rates_of(low, torch.bfloat16) == Rates(1e12, 5e9, 3.0, 1.0, 0.0)
+        assert machine_rates(low, torch.bfloat16) == Rates(1e12, 5e9, 3.0, 1.0, 0.0)
 
     def test_a_dtype_without_a_rate_is_refused(self) -> None:
         with pytest.raises(ConfigError, match=r"machine\.bfloat16_flops_per_s=null: must be given"):
-            rates_of(CPU, torch.bfloat16)
-        assert rates_of(CPU, torch.float64).flops_per_s == CPU.flops_per_s / 2
+            machine_rates(CPU, torch.bfloat16)
+        assert machine_rates(CPU, torch.float64).flops_per_s == CPU.flops_per_s / 2
 
 
 class TestIncremental:

@@ -137,10 +137,12 @@ def profile_model(
     facts: dict[str, Any],
 ) -> ModelProfile:
     """Return the profile of a model on micro-batches of one shape."""
-    given = given_tensors(data, micro_batch_size, Precision.of(dtype).compute, torch.device("meta"))
+    inputs = given_tensors(
+        data, micro_batch_size, Precision.of(dtype).compute, torch.device("meta")
+    )
     shape = (data.height_px, data.width_px, micro_batch_size)
-    layers = profile_chain(layers_of(model, data), given, lab, task_loss(data))
-    input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in given)
+    layers = profile_chain(layers_of(model, data), inputs, lab, task_loss(data))
+    input_bytes = sum(tensor.nbytes for tensor in inputs)
     facts = {**facts, "subject": layer_keys(model, data, micro_batch_size, dtype)}
     return ModelProfile(
         title_of(model), *shape, dtype, device, source, layers, input_bytes, versions(), facts
@@ -193,7 +195,9 @@ def profile_chain(
         chain.append(_Placed(layer, known[key]))
         slots = _join(chain[-1], index, slots)
     _add_backwards(chain)
-    grad_bytes = [sum(output.grad_bytes for output in each.kind.meter.outputs) for each in chain]
+    grad_bytes = [
+        sum(output.grad_bytes for output in placed.kind.meter.outputs) for placed in chain
+    ]
     return tuple(
         _layer_profile(placed, index, given)
         for index, (placed, given) in enumerate(zip(chain, [0, *grad_bytes], strict=False))
@@ -201,7 +205,7 @@ def profile_chain(
 
 
 def _join(placed: _Placed, index: int, slots: Sequence[_Slot]) -> list[_Slot]:
-    """Append a layer to the chain, and return what it passes on."""
+    """Append a layer to the chain, and return its outputs."""
     meter = placed.kind.meter
     for storage in _unique(slot.storage for slot in slots):
         storage.last_use = index
@@ -266,14 +270,18 @@ def _add_backwards(chain: Sequence[_Placed]) -> None:
                     lower.backward[end] = lower.backward[end + 1]
                 break
             before[index] = gradients
-            found = chain[index].kind.backward(gradients)
-            gradients = found.input_gradients
-            passed = sum(each.layout.num_bytes for each in gradients if each and each.is_untouched)
-            given = chain[index - 1].kind.meter.outputs if index else ()
-            made, as_segment = (
-                _made_bytes(gradients, given, is_first) for is_first in (True, False)
+            measured = chain[index].kind.backward(gradients)
+            gradients = measured.input_gradients
+            passed = sum(
+                gradient.layout.num_bytes
+                for gradient in gradients
+                if gradient and gradient.is_untouched
             )
-            chain[index].backward[end] = found.peak_bytes, passed, made, as_segment
+            inputs = chain[index - 1].kind.meter.outputs if index else ()
+            grad_bytes, as_segment = (
+                _made_bytes(gradients, inputs, is_first) for is_first in (True, False)
+            )
+            chain[index].backward[end] = measured.peak_bytes, passed, grad_bytes, as_segment
 
 
 def _made_bytes(gradients: Gradients, inputs: Sequence[Output], is_first: bool) -> int:
@@ -297,18 +305,18 @@ def _layer_profile(placed: _Placed, index: int, given_grad_bytes: int) -> LayerP
     unsaved = placed.unsaved
     handed = [
         Saved(
-            each.num_bytes,
-            tuple(layer - index for layer in each.savers),
-            each.last_use - index,
+            storage.num_bytes,
+            tuple(layer - index for layer in storage.savers),
+            storage.last_use - index,
             1,
-            each.is_product,
+            storage.is_product,
             *(
                 tuple(layer - index for layer in layers)
-                for layers in (each.weight_readers, each.conv_savers)
+                for layers in (storage.weight_readers, storage.conv_savers)
             ),
         )
-        for each in placed.made
-        if each.num_bytes and (each.savers or each.last_use > index or each.is_product)
+        for storage in placed.made
+        if storage.num_bytes and (storage.savers or storage.last_use > index or storage.is_product)
     ]
     storages = counted((*meter.inner, *handed))
     saved = tuple(storage for storage in storages if storage.savers)
@@ -375,13 +383,13 @@ def _pattern(slots: Sequence[_Slot]) -> object:
 def _tensors(slots: Sequence[_Slot], device: torch.device) -> list[Tensor]:
     """Create tensors that share memory like the slots: random numbers, or zeros for integers."""
     memory: dict[int, Tensor] = {}
-    made: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
     for slot in slots:
         key = id(slot.storage)
         dtype = slot.layout.dtype
         if key not in memory:
             make = torch.randn if dtype.is_floating_point else torch.zeros
             memory[key] = make(slot.storage.num_bytes // dtype.itemsize, dtype=dtype, device=device)
-        if id(slot.name) not in made:
-            made[id(slot.name)] = slot.layout.view(memory[key])
-    return [made[id(slot.name)] for slot in slots]
+        if id(slot.name) not in tensors:
+            tensors[id(slot.name)] = slot.layout.view(memory[key])
+    return [tensors[id(slot.name)] for slot in slots]

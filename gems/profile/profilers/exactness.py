@@ -106,7 +106,9 @@ class _Comparison:
         self._left_out: dict[str, str] = {}
         self.may_be_too_small = False
         alone = build_layers(layers, 0, len(layers), 0, device="meta")
-        self._parameters = sum(each.numel() for module in alone for each in module.parameters())
+        self._parameters = sum(
+            parameter.numel() for module in alone for parameter in module.parameters()
+        )
         self._modules: list[nn.Module] = []
         if self._parameters <= MAX_PARAMETERS:
             self._modules = build_layers(layers, 0, len(layers), 0)
@@ -144,8 +146,8 @@ class _Comparison:
                 try:
                     axes_after = self._alone(name, module, values, axes, compare)
                     with torch.no_grad():
-                        made = tuple(
-                            tensors_in(module(*(each.clone() for each in self._cast(values))))
+                        outputs = tuple(
+                            tensors_in(module(*(value.clone() for value in self._cast(values))))
                         )
                 except _DiffersError as error:
                     raise ConfigError(*error.args) from None
@@ -155,8 +157,13 @@ class _Comparison:
                         one_line(f"{type(error).__name__}: {error}")[:200] + after
                     )
                     return
-                values = tuple(each.double() if each.is_floating_point() else each for each in made)
-                known[key] = values, axes_after or [_likely_axes(each, num_axes) for each in made]
+                values = tuple(
+                    value.double() if value.is_floating_point() else value for value in outputs
+                )
+                known[key] = (
+                    values,
+                    axes_after or [_likely_axes(value, num_axes) for value in outputs],
+                )
             values, axes = known[key]
             module.float()
 
@@ -172,7 +179,7 @@ class _Comparison:
 
         Return the row dimensions of its output, if they are known.
         """
-        parameters = sum(each.numel() for each in module.parameters())
+        parameters = sum(parameter.numel() for parameter in module.parameters())
         if parameters > MAX_OF_LAYER:
             self._dtype = torch.float32
             self._left_out[name] = f"it has {parameters} parameters, more than {MAX_OF_LAYER}"
@@ -193,7 +200,7 @@ class _Comparison:
         return None
 
     def _cast(self, values: Sequence[Tensor]) -> list[Tensor]:
-        return [each.to(self._dtype) if each.is_floating_point() else each for each in values]
+        return [value.to(self._dtype) if value.is_floating_point() else value for value in values]
 
     def _train_in_strips(
         self, name: str, module: nn.Module, values: Sequence[Tensor], axes: Axes
@@ -203,17 +210,17 @@ class _Comparison:
         set_row_ends(name, module, form.norm_ends)
         deferred = DeferredGradients()
         with ConstantDraws() if form.draws else nullcontext():  # type: ignore[no-untyped-call]
-            wanted, back = play(module, values, lambda given: module(*given))
+            expected, back = play(module, values, lambda inputs: module(*inputs))
             parameters = list(module.parameters())
 
-            def in_strips(given: Sequence[Tensor]) -> Any:
+            def in_strips(inputs: Sequence[Tensor]) -> Any:
                 return run_streamed(
-                    form, takes, given, lambda _: 0, parameters, deferred, kept=form.strips
+                    form, takes, inputs, lambda _: 0, parameters, deferred, kept=form.strips
                 )
 
-            found, _ = play(module, values, in_strips, back, partial(deferred.run, lambda: None))
-        self._hold(name, "in strips", found, wanted)
-        return [each.dims for each in form.outputs]
+            actual, _ = play(module, values, in_strips, back, partial(deferred.run, lambda: None))
+        self._hold(name, "in strips", actual, expected)
+        return [boundary.dims for boundary in form.outputs]
 
     def _evaluate_in_strips(
         self, name: str, module: nn.Module, values: Sequence[Tensor], axes: Axes
@@ -225,30 +232,34 @@ class _Comparison:
             except StreamingError:  # then whole images are evaluated
                 return None
             with ConstantDraws() if form.draws else nullcontext():  # type: ignore[no-untyped-call]
-                wanted = list(tensors_in(module(*(value.clone() for value in values))))
-                found = infer_streamed(form, takes, values, lambda _: 0)
-        self._hold(name, "evaluated in strips", list(tensors_in(found)), wanted)
-        return [each.dims for each in form.outputs]
+                expected = list(tensors_in(module(*(value.clone() for value in values))))
+                outputs = infer_streamed(form, takes, values, lambda _: 0)
+        self._hold(name, "evaluated in strips", list(tensors_in(outputs)), expected)
+        return [boundary.dims for boundary in form.outputs]
 
     def _until(self, name: str) -> str | None:
         return until_in([name], self._names, self._subject.parallel.strips_until)
 
     def _split(self, name: str, module: nn.Module, values: Sequence[Tensor], axes: Axes) -> None:
-        wanted, back = play(module, values, lambda given: module(*given))
+        expected, back = play(module, values, lambda inputs: module(*inputs))
         layers = SplitLayers(nn.ModuleList([module]))
         deferred = DeferredGradients()
 
-        def run(given: Any) -> Any:
+        def run(inputs: Any) -> Any:
             with layers.defer_to(deferred):
-                return module(*given)
+                return module(*inputs)
 
-        found, _ = play(module, values, run, back, partial(deferred.run, lambda: None))
-        self._hold(name, "with a split backward", found, wanted)
+        actual, _ = play(module, values, run, back, partial(deferred.run, lambda: None))
+        self._hold(name, "with a split backward", actual, expected)
 
     def _hold(
-        self, name: str, how: str, found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]
+        self,
+        name: str,
+        how: str,
+        actual: Sequence[Tensor | None],
+        expected: Sequence[Tensor | None],
     ) -> None:
-        error = largest_difference(found, wanted)
+        error = largest_difference(actual, expected)
         if not error <= TOLERANCES[self._dtype]:
             is_split = how.startswith("with")
             key, value = (
@@ -270,8 +281,8 @@ def _likely_axes(tensor: Tensor, count: int) -> Dims:
 def _boundaries(values: Sequence[Tensor], axes: Axes, grid: Sequence[int]) -> list[Boundary]:
     """Return a layer's inputs in strips whose numbers of rows differ by at most one."""
     return [
-        Boundary.even(tuple(each.shape), each.dtype, grid, dims)
-        for each, dims in zip(values, axes, strict=True)
+        Boundary.even(tuple(value.shape), value.dtype, grid, dims)
+        for value, dims in zip(values, axes, strict=True)
     ]
 
 
@@ -300,7 +311,7 @@ def _likeness(module: nn.Module) -> Hashable:
             return (
                 code.co_code,
                 like(code.co_names),
-                like([each for each in code.co_consts if each is not None]),
+                like([submodule for submodule in code.co_consts if submodule is not None]),
             )
         if isinstance(value, str):
             return numbers.setdefault(value, len(numbers)) if value in pieces else value
@@ -308,8 +319,11 @@ def _likeness(module: nn.Module) -> Hashable:
 
     skipped = ("_modules", "_output_names")
     return tuple(
-        (type(each), *(like(value) for key, value in vars(each).items() if key not in skipped))
-        for each in module.modules()
+        (
+            type(submodule),
+            *(like(value) for key, value in vars(submodule).items() if key not in skipped),
+        )
+        for submodule in module.modules()
     )
 
 

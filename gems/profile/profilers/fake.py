@@ -35,7 +35,7 @@ from gems.models.mixed import Precision, compute_in
 from gems.profile.model_profile import ModelProfile
 from gems.profile.profilers.chain import Lab, given_tensors, machine_device, profile_model
 from gems.profile.profilers.layer_run import LayerCall, Times, give_gradients, task_loss
-from gems.profile.profilers.live_bytes import workspace_of
+from gems.profile.profilers.live_bytes import device_workspace
 
 _CONV_BACKWARD = torch.ops.aten.convolution_backward
 _ATEN = torch.ops.aten
@@ -59,7 +59,7 @@ _NOT_LAUNCHED = (
 
 
 class Operator(NamedTuple):
-    """What an operator computes and moves.
+    """The work and memory traffic of an operator.
 
     `channels` is the least number of channels of a convolution's or batch norm's images.
     """
@@ -97,12 +97,13 @@ class Rates:
     def pass_s(self, operators: Sequence[Operator]) -> float:
         """Return the time of operators in a row, which the host launches ahead of the device."""
         device_s = sum(
-            self.seconds(each.flops, each.moved_bytes, each.channels) for each in operators
+            self.seconds(operator.flops, operator.moved_bytes, operator.channels)
+            for operator in operators
         )
         return max(device_s, len(operators) * (self.launch_s or 0.0))
 
 
-def rates_of(machine: MachineConfig, dtype: Dtype) -> Rates:
+def machine_rates(machine: MachineConfig, dtype: Dtype) -> Rates:
     """Return the rates of a configured machine: datasheet rates times the share that kernels reach.
 
     In mixed precision, a machine without a rate for 16 bits has that of float32.
@@ -135,7 +136,7 @@ def rates_of(machine: MachineConfig, dtype: Dtype) -> Rates:
 
 
 class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A record of the operators inside a `with` block, and of what they cost."""
+    """A recorder of the operators inside a `with` block, and of their costs."""
 
     def __init__(self, rates: Rates) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -145,12 +146,12 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def flops(self) -> int:
         """Floating-point operations of all operators."""
-        return sum(each.flops for each in self.operators)
+        return sum(operator.flops for operator in self.operators)
 
     @property
     def moved_bytes(self) -> int:
         """Bytes of device memory that all operators move."""
-        return sum(each.moved_bytes for each in self.operators)
+        return sum(operator.moved_bytes for operator in self.operators)
 
     @property
     def seconds(self) -> float:
@@ -160,7 +161,9 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def cheap_seconds(self) -> float:
         """Time of the operators without matrix products."""
-        return self._rates.pass_s([each for each in self.operators if not each.is_product])
+        return self._rates.pass_s(
+            [operator for operator in self.operators if not operator.is_product]
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -191,13 +194,13 @@ def roofline_times(call: LayerCall, rates: Rates) -> Times:
     """
 
     def count(run: Callable[[], object]) -> Roofline:
-        found = Roofline(rates)
-        with found:
+        roofline = Roofline(rates)
+        with roofline:
             run()
-        return found
+        return roofline
 
     if rates.launch_s is not None:
-        give_gradients(call.module)  # which a run adds to, an operator for each parameter
+        give_gradients(call.module)  # a run adds to them, with an operator for each parameter
     forward, backward = call.forward_and_backward(count)
     with call.without_weight_gradients():
         input_grad_s = call.forward_and_backward(count)[1].seconds
@@ -230,7 +233,7 @@ def _conv_backward_parts(
 
 
 def _moved_bytes(operands: Sequence[Any]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(operands))
+    return sum(tensor.nbytes for tensor in tensors_in(operands))
 
 
 def _is_view(func: Any) -> bool:
@@ -258,7 +261,7 @@ def fake_profile(
         ConfigError: The model does not exist, or the machine has no rate for the dtype.
     """
     precision = Precision.of(dtype)
-    rates = rates_of(machine, precision)
+    rates = machine_rates(machine, precision)
     lab = fake_lab(machine, precision)
     whole = (
         {"peak_bytes": _whole_peak_bytes(model, data, micro_batch_size, dtype, lab)}
@@ -283,11 +286,11 @@ class FakeWithNorms(AbstractContextManager[None]):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            made = func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
             place = _NORMS.get(func._overloadpacket)
             if place is not None and args[place] is not None and args[place].dtype is torch.float32:
-                return (made[0], *(value.float() for value in made[1:]))
-            return made
+                return (result[0], *(value.float() for value in result[1:]))
+            return result
 
     def __init__(self) -> None:
         self._modes: tuple[Any, Any] = FakeTensorMode(), self._Norms()  # type: ignore[no-untyped-call]
@@ -305,7 +308,7 @@ def fake_lab(machine: MachineConfig, precision: Precision) -> Lab:
     """Return a lab that runs layers on fake tensors, with the times of a machine.
 
     Raises:
-        ConfigError: As in `rates_of`.
+        ConfigError: As in `machine_rates`.
     """
     mode: Any = FakeWithNorms() if precision.is_mixed else FakeTensorMode()
     elsewhere = autocast_elsewhere(machine, precision)
@@ -315,8 +318,8 @@ def fake_lab(machine: MachineConfig, precision: Precision) -> Lab:
         with mode:
             return compute_in(made_fake(module), precision, elsewhere)
 
-    times = partial(roofline_times, rates=rates_of(machine, precision))
-    return Lab(build, _HOST, workspace_of(machine_device(machine)), times, mode)
+    times = partial(roofline_times, rates=machine_rates(machine, precision))
+    return Lab(build, _HOST, device_workspace(machine_device(machine)), times, mode)
 
 
 def autocast_elsewhere(machine: MachineConfig, precision: Precision) -> Elsewhere | None:
@@ -336,7 +339,7 @@ def made_fake(module: nn.Module) -> nn.Module:
 
     Tensors that the module shares internally stay shared.
     """
-    made: dict[int, Any] = {}
+    known: dict[int, Any] = {}
     for inner in module.modules():
         for values in (inner._parameters, inner._buffers):
             for name, value in values.items():
@@ -344,7 +347,7 @@ def made_fake(module: nn.Module) -> nn.Module:
                     fake: Tensor = torch.empty(value.shape, dtype=value.dtype, device=_HOST)
                     if isinstance(value, nn.Parameter):
                         fake = nn.Parameter(fake, value.requires_grad)
-                    values[name] = made.setdefault(id(value), fake)
+                    values[name] = known.setdefault(id(value), fake)
     return module
 
 

@@ -86,8 +86,8 @@ class McapDevices:
         kind = Precision.of(dtype)
         self._layers, self._loss = layers_of(model, data), task_loss(data)
         self._copies = 2 + optimizer_states
-        given = input_spec(data, micro_batch_size, kind.compute)
-        self._given = [(given,), *boundary_shapes(self._layers, given.shape, kind, given.dtype)]
+        images = input_spec(data, micro_batch_size, kind.compute)
+        self._given = [(images,), *boundary_shapes(self._layers, images.shape, kind, images.dtype)]
         self._lab = fake_lab(machine, kind) if is_fake else device_lab(machine, kind)
         self._known: dict[object, int] = {}
 
@@ -97,8 +97,8 @@ class McapDevices:
         Equal spans are trained once.
         """
         layers = tuple((layer.target, layer.options) for layer in self._layers[first:end])
-        given = tuple((spec.shape, spec.dtype) for spec in self._given[first])
-        key = (layers, given, first == 0, end == len(self._layers))
+        inputs_key = tuple((spec.shape, spec.dtype) for spec in self._given[first])
+        key = (layers, inputs_key, first == 0, end == len(self._layers))
         if key not in self._known:
             stage = _Layers(
                 [self._lab.build(self._layers[index], index) for index in range(first, end)]

@@ -164,9 +164,9 @@ class LayerCall:
 def given_memory(gradients: Sequence[Gradient | None], device: torch.device) -> dict[int, Tensor]:
     """Allocate the memory of the gradients that the stage holds, by storage number."""
     return {
-        each.storage: each.memory(device)
-        for each in gradients
-        if each is not None and each.is_given
+        gradient.storage: gradient.memory(device)
+        for gradient in gradients
+        if gradient is not None and gradient.is_given
     }
 
 
@@ -254,11 +254,11 @@ class Run:
         Return None if there are no gradients. Without `gradients` each is a separate tensor;
         `memory` is the memory of existing storages.
         """
-        made = zip(
+        pairs = zip(
             outputs, fresh_gradients(outputs) if gradients is None else gradients, strict=True
         )
         wanted = [
-            (gradient, tensor) for tensor, gradient in made if tensor.requires_grad and gradient
+            (gradient, tensor) for tensor, gradient in pairs if tensor.requires_grad and gradient
         ]
         self.values.clear()
         if not wanted:
@@ -267,7 +267,7 @@ class Run:
             [gradient for gradient, _ in wanted],
             memory or {},
             self._untouched,
-            *(each for _, each in wanted),
+            *(tensor for _, tensor in wanted),
         )
 
     def backward(self, end: Tensor | None) -> None:
@@ -275,7 +275,7 @@ class Run:
         if end is not None:
             torch.autograd.backward([end], [torch.empty_like(end)])
 
-    def input_gradients(self, given: set[int]) -> Gradients:
+    def input_gradients(self, known: set[int]) -> Gradients:
         """Return the layout of the inputs' gradients.
 
         A tensor that is passed twice gets one gradient, at its first position. `given` are the
@@ -283,14 +283,14 @@ class Run:
         """
         numbers: dict[int, int] = {}
         arrived = dict(enumerate(self._arrived))
-        found: list[Gradient | None] = []
+        gradients: list[Gradient | None] = []
         for place in self._places:
             storage, gradient = (None if place is None else arrived.pop(place, None)) or (0, None)
             if gradient is not None:
                 number = numbers.setdefault(storage, len(numbers))
-                gradient = replace(gradient, storage=number, is_given=storage in given)
-            found.append(gradient)
-        return tuple(found)
+                gradient = replace(gradient, storage=number, is_given=storage in known)
+            gradients.append(gradient)
+        return tuple(gradients)
 
 
 class _Start(Function):
@@ -310,15 +310,18 @@ class _Start(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        for each in gradients:
-            if each is None:
+        for gradient in gradients:
+            if gradient is None:
                 ctx.arrived.append(None)
                 continue
-            is_untouched = any(each is given for given in ctx.untouched)
-            found = Gradient(
-                Layout.of(each), 0, each.untyped_storage().nbytes(), is_untouched=is_untouched
+            is_untouched = any(gradient is received for received in ctx.untouched)
+            recorded = Gradient(
+                Layout.of(gradient),
+                0,
+                gradient.untyped_storage().nbytes(),
+                is_untouched=is_untouched,
             )
-            ctx.arrived.append((storage_of(each), found))
+            ctx.arrived.append((storage_of(gradient), recorded))
         ctx.untouched.clear()
         return (None,) * (2 + len(gradients))
 
@@ -345,26 +348,26 @@ class _End(Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
         memory: dict[int, Tensor] = dict(ctx.memory)
-        uses = Counter(each.storage for each in ctx.gradients)
-        made = []
-        for each in ctx.gradients:
-            shape = each.layout.shape
-            dtype = each.layout.dtype
-            if each.storage not in memory:
-                is_whole = each.layout.strides == Layout.contiguous(shape, dtype).strides
+        uses = Counter(gradient.storage for gradient in ctx.gradients)
+        tensors = []
+        for gradient in ctx.gradients:
+            shape = gradient.layout.shape
+            dtype = gradient.layout.dtype
+            if gradient.storage not in memory:
+                is_whole = gradient.layout.strides == Layout.contiguous(shape, dtype).strides
                 if (
                     is_whole
-                    and each.storage_bytes == each.layout.num_bytes
-                    and uses[each.storage] == 1
+                    and gradient.storage_bytes == gradient.layout.num_bytes
+                    and uses[gradient.storage] == 1
                 ):
                     # not a view, because the engine may add to it in place
-                    made.append(torch.zeros(shape, dtype=dtype, device=ctx.device))
+                    tensors.append(torch.zeros(shape, dtype=dtype, device=ctx.device))
                     continue
-                memory[each.storage] = each.memory(ctx.device)
-            made.append(each.layout.view(memory[each.storage]))
-            if each.is_untouched:
-                ctx.untouched.append(made[-1])
-        return (None, None, None, *made)
+                memory[gradient.storage] = gradient.memory(ctx.device)
+            tensors.append(gradient.layout.view(memory[gradient.storage]))
+            if gradient.is_untouched:
+                ctx.untouched.append(tensors[-1])
+        return (None, None, None, *tensors)
 
 
 _start: Callable[..., tuple[Tensor, ...]] = _Start.apply

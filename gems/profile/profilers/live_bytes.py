@@ -43,7 +43,7 @@ _BLOCKED = (torch.float32, torch.bfloat16)
 _PLAIN_CHANNELS = 4  # images with fewer channels are read without conversion
 
 
-def workspace_of(device: torch.device) -> Workspace | None:
+def device_workspace(device: torch.device) -> Workspace | None:
     """Return the function for an operation's workspace in bytes on a device, or None if unknown."""
     return processor_workspace_bytes if device.type == "cpu" else None
 
@@ -54,7 +54,7 @@ def processor_workspace_bytes(func: Any, args: tuple[Any, ...], result: Any) -> 
         x, weight, _, stride, padding, _, is_transposed = args[:7]
         if not _is_blocked(x, weight, stride, padding):
             return 0
-        plain = _bytes(result)
+        plain = result.nbytes
         blocked = _image(result)
         if is_transposed and max(stride) > 1:
             gathered = _image(x) // x.shape[0]
@@ -69,29 +69,29 @@ def processor_workspace_bytes(func: Any, args: tuple[Any, ...], result: Any) -> 
             return 0
         return _backward_bytes(gradient, x, weight, args[10], max(stride) > 1)
     if func is _NORM_BACKWARD:
-        return _bytes(args[1]) if args[9][0] else 0  # the input gradient is made twice
+        return args[1].nbytes if args[9][0] else 0  # the input gradient is made twice
     return 0
 
 
 def _backward_bytes(
     gradient: Tensor, x: Tensor, weight: Tensor, wanted: list[bool], is_strided: bool
 ) -> int:
-    plain_x = _bytes(x)
+    plain_x = x.nbytes
     blocked_x = _image(x)
     blocked_gradient = _image(gradient)
     blocked_weight = _weights(weight)
-    most = kept = 0
+    most = result_bytes = 0
     if wanted[0]:
         most = max(
             blocked_gradient + blocked_weight + blocked_x,
             blocked_x + (2 if is_strided else 1) * plain_x,
         )
-        kept = plain_x
+        result_bytes = plain_x
     if wanted[1]:
         images = _read(x) + blocked_gradient
-        most = max(most, kept + blocked_weight + max(images, _bytes(weight)))
-        kept += _bytes(weight)
-    return max(0, most - kept)
+        most = max(most, result_bytes + blocked_weight + max(images, weight.nbytes))
+        result_bytes += weight.nbytes
+    return max(0, most - result_bytes)
 
 
 def _is_blocked(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> bool:
@@ -107,12 +107,8 @@ def _is_pointwise(weight: Tensor) -> bool:
     return all(size == 1 for size in weight.shape[2:])
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _image(tensor: Tensor) -> int:
-    return _bytes(tensor) // tensor.shape[1] * _up(tensor.shape[1])
+    return tensor.nbytes // tensor.shape[1] * _up(tensor.shape[1])
 
 
 def _read(x: Tensor) -> int:
@@ -122,7 +118,7 @@ def _read(x: Tensor) -> int:
 def _weights(weight: Tensor) -> int:
     outer, inner = weight.shape[:2]
     return (
-        _bytes(weight)
+        weight.nbytes
         // (outer * inner)
         * _up(outer)
         * (_up(inner) if inner >= _PLAIN_CHANNELS else inner)

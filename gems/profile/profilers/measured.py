@@ -32,7 +32,7 @@ from gems.models.mixed import Precision
 from gems.profile.model_profile import LIBRARY_BYTES, ModelProfile
 from gems.profile.profilers.chain import Lab, machine_device, profile_model
 from gems.profile.profilers.layer_run import LayerCall, Run, Times, give_gradients
-from gems.profile.profilers.live_bytes import workspace_of
+from gems.profile.profilers.live_bytes import device_workspace
 from gems.utils.host_memory import keep_freed_memory
 
 WARM_UP_RUNS = 2
@@ -59,9 +59,9 @@ def measured_profile(
         ConfigError: As in `open_device`, or a layer does not fit the device.
     """
     lab = device_lab(machine, Precision.of(dtype), repetitions)
-    held = library_bytes(lab.device)
+    num_bytes = library_bytes(lab.device)
     device = torch.cuda.get_device_name(lab.device) if lab.device.type == "cuda" else "cpu"
-    facts = {"repetitions": repetitions, LIBRARY_BYTES: held}
+    facts = {"repetitions": repetitions, LIBRARY_BYTES: num_bytes}
     try:
         return profile_model(model, data, micro_batch_size, dtype, lab, device, "measured", facts)
     except torch.OutOfMemoryError as error:
@@ -86,7 +86,7 @@ def device_lab(machine: MachineConfig, dtype: Precision, repetitions: int = 1) -
         return build_layer(layer, index, _SEED, dtype, device)
 
     return Lab(
-        build, device, workspace_of(device), partial(measured_times, repetitions=repetitions)
+        build, device, device_workspace(device), partial(measured_times, repetitions=repetitions)
     )
 
 
@@ -218,5 +218,5 @@ def _cheap(call: LayerCall, clock: Clock) -> Reading:
     def again(_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return run.forward()
 
-    kept = recomputation.forward(values, again)[1]
-    return clock(lambda: recomputation.recompute(values, kept, again))
+    products = recomputation.forward(values, again)[1]
+    return clock(lambda: recomputation.recompute(values, products, again))

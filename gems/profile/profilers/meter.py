@@ -112,20 +112,22 @@ def meter(call: LayerCall, workspace: Workspace | None = None) -> LayerMeter:
             outputs = run.forward()
         forward_peak = live.peak_bytes
         described = _describe(outputs, run.values, saved, products)
-    made = {each.made: each for each in described if each.made is not None}
+    own_outputs = {output.made: output for output in described if output.made is not None}
     stash = sum(num_bytes for name, num_bytes in saved.num_bytes.items() if name not in names)
-    left = stash + sum(each.storage_bytes for each in made.values() if not each.is_saved)
-    forward_peak = max(forward_peak, sum(each.storage_bytes for each in made.values()))
+    left_bytes = stash + sum(
+        output.storage_bytes for output in own_outputs.values() if not output.is_saved
+    )
+    forward_peak = max(forward_peak, sum(output.storage_bytes for output in own_outputs.values()))
     del run, outputs
     if call.device.type == "cuda":
-        forward_peak = max(left, _forward_peak(call, AllocatedBytes()))
+        forward_peak = max(left_bytes, _forward_peak(call, AllocatedBytes()))
 
     def recomputed_peak(*keeping: AbstractContextManager[object]) -> int:
         """Return the peak of a forward of which only `keeping` keeps anything."""
         hooks = torch.autograd.graph.saved_tensors_hooks(_drop, _drop)
         return _forward_peak(call, LiveBytes(known, workspace), hooks, *keeping)
 
-    held, held_inputs, held_gradient, made_gradients = _held_for_weights(call)
+    held_bytes, held_inputs, held_gradient, made_gradients = _held_for_weights(call)
     layer = LayerProfile(
         name="",
         kind="",
@@ -134,7 +136,7 @@ def meter(call: LayerCall, workspace: Workspace | None = None) -> LayerMeter:
         stash_bytes=stash,
         forward_peak_bytes=forward_peak,
         **_loss_bytes(call, names),
-        held_for_weights_bytes=held,
+        held_for_weights_bytes=held_bytes,
         held_input_bytes=unique_bytes(call.inputs[number] for number in held_inputs),
         held_output_grad_bytes=held_gradient,
         held_grad_bytes=made_gradients,
@@ -145,10 +147,10 @@ def meter(call: LayerCall, workspace: Workspace | None = None) -> LayerMeter:
         cheap_peak_bytes=_cheap_peak(call, workspace),
     )
     saved_inputs, conv_inputs = (
-        tuple(number for number, tensor in enumerate(call.inputs) if storage_of(tensor) in some)
-        for some in (saved.num_bytes, saved.by_convolutions)
+        tuple(number for number, tensor in enumerate(call.inputs) if storage_of(tensor) in storages)
+        for storages in (saved.num_bytes, saved.by_convolutions)
     )
-    return LayerMeter(layer, described, saved_inputs, conv_inputs, held_inputs, left, inner)
+    return LayerMeter(layer, described, saved_inputs, conv_inputs, held_inputs, left_bytes, inner)
 
 
 def meter_backward(
@@ -166,9 +168,9 @@ def meter_backward(
         with live:
             run = Run(call)
             end = run.take(run.forward(), gradients, memory)
-            kept = live.restart()
+            start_bytes = live.restart()
             run.backward(end)
-        return live.peak_bytes - kept, run
+        return live.peak_bytes - start_bytes, run
 
     peak_bytes, run = peak(LiveBytes([*call.static_tensors(), *memory.values()], workspace))
     if call.device.type == "cuda":
@@ -185,24 +187,24 @@ def _describe(
     products: set[int | None],
 ) -> tuple[Output, ...]:
     """Return the outputs; `products` are the numbers of the storages that products made."""
-    given: dict[int, int] = {}
+    input_of: dict[int, int] = {}
     same: dict[int, int] = {}
     for number, tensor in enumerate(inputs):
-        given.setdefault(storage_of(tensor), number)
+        input_of.setdefault(storage_of(tensor), number)
         same.setdefault(id(tensor), number)
-    made: dict[int, int] = {}
+    made_here: dict[int, int] = {}
     numbers: dict[int, int] = {}
-    found = []
+    described = []
     for tensor in outputs:
         name = storage_of(tensor)
         number = numbers.setdefault(id(tensor), len(numbers))
-        place = None if name in given else made.setdefault(name, len(made))
-        found.append(
+        place = None if name in input_of else made_here.setdefault(name, len(made_here))
+        described.append(
             Output(
                 Layout.of(tensor),
                 number,
                 same.get(id(tensor)),
-                given.get(name),
+                input_of.get(name),
                 place,
                 tensor.untyped_storage().nbytes(),
                 name in saved.num_bytes,
@@ -210,7 +212,7 @@ def _describe(
                 place is not None and place in products,
             )
         )
-    return tuple(found)
+    return tuple(described)
 
 
 def _inner(call: LayerCall, static: set[int]) -> tuple[tuple[Saved, ...], set[int | None]]:
@@ -224,26 +226,28 @@ def _inner(call: LayerCall, static: set[int]) -> tuple[tuple[Saved, ...], set[in
         SavedStorages(watch) as saved,
     ):
         outputs = run.forward()
-    given = {storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in products.tensors()}
+    product_bytes = {
+        storage_of(tensor): tensor.untyped_storage().nbytes() for tensor in products.tensors()
+    }
     described = _describe(outputs, run.values, saved, set())
-    made = {
+    passed_on = {
         storage_of(tensor): output.made for tensor, output in zip(outputs, described, strict=True)
     }
     inner = [
         Saved(
             num_bytes,
             (0,) if name in saved.num_bytes else (),
-            is_product=name in given,
+            is_product=name in product_bytes,
             conv_savers=(0,) if name in saved.by_convolutions else (),
         )
-        for name, num_bytes in (saved.num_bytes | given).items()
-        if num_bytes and name not in static and name not in made
+        for name, num_bytes in (saved.num_bytes | product_bytes).items()
+        if num_bytes and name not in static and name not in passed_on
     ]
-    return counted(inner), {made[name] for name in given if name in made}
+    return counted(inner), {passed_on[name] for name in product_bytes if name in passed_on}
 
 
 def _loss_bytes(call: LayerCall, static: set[int]) -> dict[str, Any]:
-    """Return the fields with the bytes that the loss of the last layer is given and saves."""
+    """Return the fields with the bytes of the inputs and saved tensors of the last layer's loss."""
     loss = call.loss
     if loss is None:
         return {}
@@ -258,11 +262,9 @@ def _loss_bytes(call: LayerCall, static: set[int]) -> dict[str, Any]:
     with SavedStorages() as saved:
         Run(replace(call, loss=watched)).forward()
     return {
-        "score_bytes": unique_bytes(each for each in scores if storage_of(each) not in known),
+        "score_bytes": unique_bytes(tensor for tensor in scores if storage_of(tensor) not in known),
         "loss_bytes": sum(saved.num_bytes[name] for name in saved.num_bytes.keys() - known),
-        "score_grad_bytes": sum(
-            each.numel() * each.element_size() for each in scores if each.requires_grad
-        ),
+        "score_grad_bytes": sum(tensor.nbytes for tensor in scores if tensor.requires_grad),
     }
 
 
@@ -289,20 +291,20 @@ def _cheap_peak(call: LayerCall, workspace: Workspace | None) -> int:
     with RecordMatmuls(products, random):
         Run(call).forward()
     # keep them until the end, so that other memory does not get the address of a dropped product
-    kept = list(products.tensors())
-    live = LiveBytes([*call.static_tensors(), *kept], workspace)
+    tensors = list(products.tensors())
+    live = LiveBytes([*call.static_tensors(), *tensors], workspace)
     return _forward_peak(call, live, ReplayMatmuls(products, random))
 
 
 def _held_for_weights(call: LayerCall) -> tuple[int, tuple[int, ...], int, int]:
-    """Return what a split backward keeps of a layer between I and W, by running its I.
+    """Return the bytes that a split backward keeps of a layer between I and W, by running its I.
 
     Returns:
         All kept bytes, the inputs among them, the bytes of output gradients among them, and the
-            bytes of all that forward has not saved.
+            bytes that forward has not saved.
     """
     later = DeferredGradients()
-    saved: list[Tensor] = []  # to the end, so that no gradient gets the ID of one
+    saved: list[Tensor] = []  # kept to the end, so that no gradient gets the ID of one
     loss = call.loss
 
     def save(tensor: Tensor) -> Tensor:
@@ -311,11 +313,11 @@ def _held_for_weights(call: LayerCall) -> tuple[int, tuple[int, ...], int, int]:
         return tensor
 
     def watched(output: Any) -> Tensor:
-        """Run the loss; what it gives as the gradient of the output is given to the layers."""
+        """Run the loss; the layers receive the gradients of its inputs."""
         assert loss is not None
-        for each in tensors_in(output):
-            if each.requires_grad:
-                each.register_hook(saved.append)  # type: ignore[no-untyped-call]
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(saved.append)  # type: ignore[no-untyped-call]
         return loss(output)
 
     if loss is not None:
@@ -331,8 +333,8 @@ def _held_for_weights(call: LayerCall) -> tuple[int, tuple[int, ...], int, int]:
         del outputs
         run.backward(end)
     static = {storage_of(tensor) for tensor in static_tensors(call.module)}
-    kept = [tensor for tensor in later.tensors() if storage_of(tensor) not in static]
-    names = {storage_of(tensor) for tensor in kept}
+    tensors = [tensor for tensor in later.tensors() if storage_of(tensor) not in static]
+    names = {storage_of(tensor) for tensor in tensors}
     held_inputs = tuple(
         number for number, tensor in enumerate(call.inputs) if storage_of(tensor) in names
     )
@@ -340,5 +342,5 @@ def _held_for_weights(call: LayerCall) -> tuple[int, tuple[int, ...], int, int]:
         tensor for tensor in memory.values() if storage_of(tensor) in names
     )
     by_forward = {storage_of(tensor) for tensor in saved}
-    made = [tensor for tensor in kept if storage_of(tensor) not in by_forward]
-    return unique_bytes(kept), held_inputs, held_gradient, unique_bytes(made)
+    new = [tensor for tensor in tensors if storage_of(tensor) not in by_forward]
+    return unique_bytes(tensors), held_inputs, held_gradient, unique_bytes(new)

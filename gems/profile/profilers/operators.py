@@ -20,7 +20,13 @@ from gems.models.mixed import Precision, compute_in
 from gems.models.steps import operators_of
 from gems.profile.operator_graph import Op, OpGraph
 from gems.profile.profilers.chain import Lab, given_tensors
-from gems.profile.profilers.fake import autocast_elsewhere, fake_lab, made_fake, on_meta, rates_of
+from gems.profile.profilers.fake import (
+    autocast_elsewhere,
+    fake_lab,
+    machine_rates,
+    made_fake,
+    on_meta,
+)
 from gems.profile.profilers.layer_run import LayerCall, task_loss
 from gems.profile.profilers.layers import answer
 from gems.profile.profilers.meter import meter
@@ -43,7 +49,7 @@ def take(subject: Subject) -> OpGraph:
     layers = layers_of(subject.model, subject.data)
     operators = operators_of(layers)
     readers = Counter(other for operator in operators for other in operator.predecessors)
-    rates = rates_of(subject.machine, precision)
+    rates = machine_rates(subject.machine, precision)
     known: dict[object, tuple[Op, tuple[Tensor, ...]]] = {}
     ops: list[Op] = []
     outputs: list[tuple[Tensor, ...]] = []
@@ -71,8 +77,8 @@ def take(subject: Subject) -> OpGraph:
                 compute_in(made_fake(module), precision, elsewhere)
                 call = LayerCall(module, inputs, number == 0, loss)
                 known[key] = _measured(call, lab, subject.optimizer.num_states)
-        op, made = known[key]
-        outputs.append(made)
+        op, op_outputs = known[key]
+        outputs.append(op_outputs)
         sums_s = max(0, readers[number] - 1) * rates.seconds(0, 3 * op.output_bytes)
         ops.append(replace(op, name=operator.name, backward_s=op.backward_s + sums_s))
     edges = tuple(
@@ -84,17 +90,18 @@ def take(subject: Subject) -> OpGraph:
 def _measured(call: LayerCall, lab: Lab, num_states: int) -> tuple[Op, tuple[Tensor, ...]]:
     """Return the costs of an operator without a name, and its outputs on fake tensors."""
     times = lab.times(call)
-    found = meter(call, lab.workspace)
+    layer_meter = meter(call, lab.workspace)
     outputs = tuple(
-        torch.empty(each.shape, dtype=each.dtype) for each in tensors_in(call.module(*call.inputs))
+        torch.empty(tensor.shape, dtype=tensor.dtype)
+        for tensor in tensors_in(call.module(*call.inputs))
     )
-    state_bytes = found.layer.param_bytes * (2 + num_states) + found.layer.buffer_bytes
+    state_bytes = layer_meter.layer.param_bytes * (2 + num_states) + layer_meter.layer.buffer_bytes
     op = Op(
         "",
         times.forward_s,
         times.input_grad_s + times.weight_grad_s,
-        0 if call.loss else sum(output.layout.num_bytes for output in found.outputs),
-        state_bytes + found.left_bytes,
+        0 if call.loss else sum(output.layout.num_bytes for output in layer_meter.outputs),
+        state_bytes + layer_meter.left_bytes,
         state_bytes,
     )
     return op, outputs

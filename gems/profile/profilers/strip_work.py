@@ -12,7 +12,7 @@ from gems.models.mixed import Precision
 from gems.models.streaming_errors import until_in
 from gems.profile.profilers.fake import fake_lab
 from gems.profile.profilers.layers import answer
-from gems.profile.profilers.strips import images, stage_of
+from gems.profile.profilers.strips import images, streaming_stage
 from gems.profile.strip_profile import LayerWork, StripWork
 from gems.profile.subject import Subject
 
@@ -27,33 +27,35 @@ def take(subject: Subject) -> StripWork:
     layers = layers_of(subject.model, subject.data)
     names = [layer.name for layer in layers]
     until = subject.parallel.strips_until
-    _, form = stage_of(
+    _, form = streaming_stage(
         subject,
         layers,
         (images(subject, precision),),
         fake_lab(subject.machine, precision),
         until_in(names, names, until),
     )
-    made = {name: [0] * form.strips for name in names}
+    work_by_name = {name: [0] * form.strips for name in names}
     largest = dict.fromkeys(names, (0, 1))
     for module, at_once, products in form.work():
         name = next(
             (name for name in names if module == name or module.startswith(f"{name}.")), None
         )
         if name is not None:
-            made[name] = [sum(both) for both in zip(made[name], products, strict=True)]
+            work_by_name[name] = [
+                sum(both) for both in zip(work_by_name[name], products, strict=True)
+            ]
             largest[name] = max(largest[name], (sum(products), at_once))
     for name in names:
         if until_in([name], names, until) == "":  # all of the map, in the last strip
-            made[name] = [*[0] * (form.strips - 1), 1]
+            work_by_name[name] = [*[0] * (form.strips - 1), 1]
             largest[name] = (1, form.strips)
     even = (1 / form.strips,) * form.strips
     return StripWork(
         tuple(
             LayerWork(
-                largest[name][1], tuple(each / sum(work) for each in work) if any(work) else even
+                largest[name][1], tuple(share / sum(work) for share in work) if any(work) else even
             )
-            for name, work in made.items()
+            for name, work in work_by_name.items()
         )
     )
 

@@ -62,7 +62,7 @@ def take(subject: Subject) -> StripProfile:
     stages = []
     for first, end in pairwise(boundaries):
         until = until_in(names[first:end], names, subject.parallel.strips_until)
-        modules, form = stage_of(subject, layers[first:end], passed, lab, until)
+        modules, form = streaming_stage(subject, layers[first:end], passed, lab, until)
         with lab.mode:
             give_gradients(modules)
             loss = task_loss(subject.data) if end == len(layers) else None
@@ -74,11 +74,11 @@ def take(subject: Subject) -> StripProfile:
 
 def images(subject: Subject, precision: Precision) -> Boundary:
     """Return the input of the first stage of a resolved run."""
-    given = input_spec(subject.data, subject.parallel.micro_batch_size, precision.compute)
-    return Boundary.even(given.shape, given.dtype, subject.parallel.grid)
+    spec = input_spec(subject.data, subject.parallel.micro_batch_size, precision.compute)
+    return Boundary.even(spec.shape, spec.dtype, subject.parallel.grid)
 
 
-def stage_of(
+def streaming_stage(
     subject: Subject,
     layers: Sequence[Layer],
     takes: Sequence[Boundary],
@@ -157,37 +157,39 @@ class _Strips:
 
     def all(self, known: _Known) -> tuple[StripBytes, ...]:
         """Return the bytes of all strips; those that are known by their shapes do not run."""
-        kept: dict[Hashable, list[_Kept]] = {}
+        carries: dict[Hashable, list[_Kept]] = {}
         arriving: dict[int, list[_Waiting]] = defaultdict(list)  # by the strip that takes it
-        left = back = 0
+        waiting_bytes = gradient_bytes = 0
         strips = []
         for strip in range(self._form.strips):
             shapes = self._form.shapes_of(strip)
-            if shapes not in kept:
-                kept[shapes] = self._kept_after(strip)
+            if shapes not in carries:
+                carries[shapes] = self._kept_after(strip)
             taken = arriving.pop(strip, [])
-            flags = tuple(each.has_gradient for each in taken)
+            flags = tuple(waiting.has_gradient for waiting in taken)
             has_loss = self._loss is not None and self._is_last(strip)
             key = shapes, flags, self._form.outputs if has_loss else ()
             if key not in known:
                 known[key] = self._measure(strip, flags)
-            one, needs = known[key]
-            carried_back = back
-            for item, has_gradient in zip(kept[shapes], needs, strict=True):
+            strip_bytes, needs = known[key]
+            carried_back = gradient_bytes
+            for item, has_gradient in zip(carries[shapes], needs, strict=True):
                 gradient = item.size * has_gradient
                 own = 0 if item.is_static else item.size
                 arriving[strip + item.step].append(_Waiting(has_gradient, own, gradient))
-                left += own
-                back += gradient
-            left -= sum(each.size for each in taken)
-            back -= sum(each.gradient for each in taken)
-            strips.append(replace(one, left=left, carried_back=carried_back))
+                waiting_bytes += own
+                gradient_bytes += gradient
+            waiting_bytes -= sum(waiting.size for waiting in taken)
+            gradient_bytes -= sum(waiting.gradient for waiting in taken)
+            strips.append(replace(strip_bytes, left=waiting_bytes, carried_back=carried_back))
         return tuple(strips)
 
     def _kept_after(self, strip: int) -> list[_Kept]:
         return [
-            _Kept(held.to - strip, torch.Size(shape).numel() * dtype.itemsize, held.kind == STATIC)
-            for held, (shape, dtype) in zip(
+            _Kept(
+                carry.to - strip, torch.Size(shape).numel() * dtype.itemsize, carry.kind == STATIC
+            )
+            for carry, (shape, dtype) in zip(
                 self._form.held(strip), self._form.carries(strip), strict=True
             )
         ]
@@ -196,9 +198,9 @@ class _Strips:
         return strip == self._form.strips - 1
 
     def _measure(self, strip: int, flags: Sequence[bool]) -> tuple[StripBytes, list[bool]]:
-        """Return the bytes of a strip, and which tensors that it leaves need a gradient.
+        """Return the bytes of a strip, and which of its carries need a gradient.
 
-        `flags` are those of what the strip takes.
+        `flags` tell the same of the carries that it receives.
         """
         inputs = self._inputs(strip)
         taken = self._form.given(strip)
@@ -206,32 +208,34 @@ class _Strips:
         carried = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
         static = set(self._form.static_carries(strip))
         own = [tensor for place, tensor in enumerate(carried) if place not in static]
-        given = [tensor for tensor in inputs if tensor is not None]
+        received = [tensor for tensor in inputs if tensor is not None]
         before = self._before(strip)
-        unsaved = {storage_of(each) for each in (*given, *before, *self._static)}
+        unsaved = {storage_of(tensor) for tensor in (*received, *before, *self._static)}
         unsaved |= {storage_of(carried[place]) for place in static}
 
         def forward(deferred: DeferredGradients | None) -> tuple[_Forward, LiveBytes]:
-            live = LiveBytes([*given, *carried, *before, *self._static], self._workspace)
+            live = LiveBytes([*received, *carried, *before, *self._static], self._workspace)
             with live:
-                made = self._forward(
+                run = self._forward(
                     strip, inputs, list(zip(carried, flags, strict=True)), before, deferred
                 )
-            return made, live
+            return run, live
 
-        made, live = forward(None)
+        run, live = forward(None)
         forward_peak = live.peak_bytes
-        saved = {name: size for name, size in made.saved.items() if size and name not in unsaved}
+        saved = {name: size for name, size in run.saved.items() if size and name not in unsaved}
         by_loss = tuple(
-            size for name, size in made.by_loss.items() if name not in unsaved | saved.keys()
+            size for name, size in run.by_loss.items() if name not in unsaved | saved.keys()
         )
-        outputs, carries = ({storage_of(each) for each in some} for some in (made.outputs, own))
+        outputs, carries = (
+            {storage_of(tensor) for tensor in tensors} for tensors in (run.outputs, own)
+        )
         sizes = self._boundary_sizes(
-            made, given, is_loss_ahead=not self._is_last(strip), saved=saved
+            run, received, is_loss_ahead=not self._is_last(strip), saved=saved
         )
-        sizes["loss_gradient"] = sum(each.numel() * each.element_size() for each in before)
-        needs = [tensor.requires_grad for tensor in made.kept]
-        backward_peak, _ = self._backward(made, live)
+        sizes["loss_gradient"] = sum(tensor.nbytes for tensor in before)
+        needs = [tensor.requires_grad for tensor in run.kept]
+        backward_peak, _ = self._backward(run, live)
         sizes |= self._split_backward(forward, unsaved)
         return (
             StripBytes(
@@ -242,7 +246,9 @@ class _Strips:
                 saved_outputs=tuple(
                     size for name, size in saved.items() if name in outputs - carries
                 ),
-                carried=tuple(each.untyped_storage().nbytes() for each in own if each.numel()),
+                carried=tuple(
+                    tensor.untyped_storage().nbytes() for tensor in own if tensor.numel()
+                ),
                 saved_carried=tuple(size for name, size in saved.items() if name in carries),
                 saved_by_loss=by_loss,
                 forward_peak=forward_peak,
@@ -255,31 +261,33 @@ class _Strips:
         return [
             (
                 None
-                if each.ends is None and not self._is_last(strip)
-                else torch.empty(each.strip_shape(strip), dtype=each.dtype)
+                if boundary.ends is None and not self._is_last(strip)
+                else torch.empty(boundary.strip_shape(strip), dtype=boundary.dtype)
             )
-            for each in self._takes
+            for boundary in self._takes
         ]
 
     def _boundary_sizes(
-        self, made: _Forward, given: Sequence[Tensor], saved: Mapping[int, int], is_loss_ahead: bool
+        self, run: _Forward, inputs: Sequence[Tensor], saved: Mapping[int, int], is_loss_ahead: bool
     ) -> dict[str, int]:
-        """Return the bytes that a strip is given and leaves, by the fields of `StripBytes`."""
-        waiting = made.outputs if self._loss and is_loss_ahead else ()
-        handed_back = 0 if self._is_first else _float_bytes(given)
-        with_gradient = (each for each in made.ends if each.requires_grad or not self._loss)
-        around = (each for each in (*given, *made.ends) if storage_of(each) not in saved)
+        """Return the bytes of a strip's inputs and outputs, by the fields of `StripBytes`."""
+        waiting = run.outputs if self._loss and is_loss_ahead else ()
+        handed_back = 0 if self._is_first else _float_bytes(inputs)
+        with_gradient = (tensor for tensor in run.ends if tensor.requires_grad or not self._loss)
+        around = (tensor for tensor in (*inputs, *run.ends) if storage_of(tensor) not in saved)
         return {
-            "given": unique_bytes(given),
-            "handed_on": 0 if self._loss else unique_bytes(made.outputs),
-            "given_back": 0 if self._loss else _float_bytes(made.outputs),
+            "given": unique_bytes(inputs),
+            "handed_on": 0 if self._loss else unique_bytes(run.outputs),
+            "given_back": 0 if self._loss else _float_bytes(run.outputs),
             "handed_back": handed_back,
             "slot": sum(saved.values())
             + unique_bytes(around)
             + _float_bytes(with_gradient)
             + handed_back,
             "waiting": sum(
-                each.untyped_storage().nbytes() for each in waiting if storage_of(each) not in saved
+                tensor.untyped_storage().nbytes()
+                for tensor in waiting
+                if storage_of(tensor) not in saved
             ),
         }
 
@@ -288,19 +296,19 @@ class _Strips:
     ) -> dict[str, int]:
         """Return the bytes of a strip whose weight gradients come later, by the fields' names."""
         deferred = DeferredGradients()
-        made, live = forward(deferred)
-        by_forward = live.references(made.saved.keys() | {storage_of(each) for each in made.ends})
-        peak, received = self._backward(made, live)
-        names = unsaved | {storage_of(each) for each in received}
-        kept = [each for each in deferred.tensors() if storage_of(each) not in names]
+        run, live = forward(deferred)
+        by_forward = live.references(run.saved.keys() | {storage_of(tensor) for tensor in run.ends})
+        peak, received = self._backward(run, live)
+        names = unsaved | {storage_of(tensor) for tensor in received}
+        tensors = [tensor for tensor in deferred.tensors() if storage_of(tensor) not in names]
         # the memory of what has been freed may have been used again
         names = {name for name, reference in by_forward.items() if reference() is not None}
-        made_here = unique_bytes(each for each in kept if storage_of(each) not in names)
+        made_here = unique_bytes(tensor for tensor in tensors if storage_of(tensor) not in names)
         start = live.restart()
         with live:
             deferred.run(lambda: None)
         return {
-            "held_for_weights": unique_bytes(kept),
+            "held_for_weights": unique_bytes(tensors),
             "made_for_weights": made_here,
             "input_gradient_peak": peak,
             "weight_gradient_peak": live.peak_bytes - start,
@@ -311,10 +319,10 @@ class _Strips:
         if self._loss is None or not self._is_last(strip):
             return []
         return [
-            torch.empty(each.strip_shape(earlier), dtype=each.dtype)
+            torch.empty(boundary.strip_shape(earlier), dtype=boundary.dtype)
             for earlier in range(strip)
-            for each in self._form.outputs
-            if each.ends is not None
+            for boundary in self._form.outputs
+            if boundary.ends is not None
         ]
 
     def _forward(
@@ -328,22 +336,24 @@ class _Strips:
         """Run a strip; `carried` has its carried tensors, and whether they need gradients."""
         begun = [
             (
-                each
-                if each is None or self._is_first or not each.is_floating_point()
-                else begin(Cut(), each)
+                tensor
+                if tensor is None or self._is_first or not tensor.is_floating_point()
+                else begin(Cut(), tensor)
             )
-            for each in inputs
+            for tensor in inputs
         ]
         kept_before = [
-            begin(Cut(), each) if has_gradient else each for each, has_gradient in carried
+            begin(Cut(), tensor) if has_gradient else tensor for tensor, has_gradient in carried
         ]
         draws = (lambda _: 0) if self._form.draws else None
         with SavedStorages() as saved:
-            outputs, kept = self._form.forward(strip, begun, kept_before, RunMode(draws, deferred))
-        made = [each for each in outputs if each is not None]
+            outputs, carries = self._form.forward(
+                strip, begun, kept_before, RunMode(draws, deferred)
+            )
+        own_outputs = [tensor for tensor in outputs if tensor is not None]
         by_loss = SavedStorages()
         loss = None
-        ends = list(made) if self._loss is None else []
+        ends = list(own_outputs) if self._loss is None else []
         if self._loss is not None and self._is_last(strip):
             cuts: list[Cut] = []
             whole = self._whole(outputs, before, cuts)
@@ -352,18 +362,28 @@ class _Strips:
                 value = self._loss(whole)
             loss = get_gradient_edge(value), cuts
         left = [
-            each.detach().clone()
-            for held, each in zip(self._form.held(strip), kept, strict=True)
-            if held.kind != STATIC
+            tensor.detach().clone()
+            for carry, tensor in zip(self._form.held(strip), carries, strict=True)
+            if carry.kind != STATIC
         ]
         edges = [
-            (get_gradient_edge(each), torch.empty_like(each, device="meta"))
-            for each in (*made, *kept)
-            if each.requires_grad
+            (get_gradient_edge(tensor), torch.empty_like(tensor, device="meta"))
+            for tensor in (*own_outputs, *carries)
+            if tensor.requires_grad
         ]
-        num_received = 0 if self._loss is not None else sum(each.requires_grad for each in made)
+        num_received = 0
+        if self._loss is None:
+            num_received = sum(tensor.requires_grad for tensor in own_outputs)
         return _Forward(
-            saved.num_bytes, by_loss.num_bytes, made, ends, kept, left, edges, num_received, loss
+            saved.num_bytes,
+            by_loss.num_bytes,
+            own_outputs,
+            ends,
+            carries,
+            left,
+            edges,
+            num_received,
+            loss,
         )
 
     def _whole(
@@ -377,24 +397,27 @@ class _Strips:
             cuts.append(Cut())
             return begin(cuts[-1], tensor.detach())
 
-        made = iter(before)
+        tensors = iter(before)
         earlier = [
-            [cut(next(made)) if each.ends is not None else None for each in self._form.outputs]
+            [
+                cut(next(tensors)) if boundary.ends is not None else None
+                for boundary in self._form.outputs
+            ]
             for _ in range(self._form.strips - 1)
         ]
-        return self._form.joined([*earlier, [cut(each) for each in outputs]])
+        return self._form.joined([*earlier, [cut(tensor) for tensor in outputs]])
 
-    def _backward(self, made: _Forward, live: LiveBytes) -> tuple[int, list[Tensor]]:
+    def _backward(self, run: _Forward, live: LiveBytes) -> tuple[int, list[Tensor]]:
         """Run backward from all ends.
 
         Return its peak beyond the saved tensors, and the received gradients.
         """
-        edges = list(made.edges)
-        num_received = made.num_received
-        loss = made.loss
-        for each in (made.outputs, made.ends, made.left, made.edges):
-            each.clear()
-        del made
+        edges = list(run.edges)
+        num_received = run.num_received
+        loss = run.loss
+        for tensors in (run.outputs, run.ends, run.left, run.edges):
+            tensors.clear()
+        del run
         start = live.restart()
         with live:
             if loss is not None:
@@ -408,7 +431,7 @@ class _Strips:
 
 
 def _float_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors if each.is_floating_point())
+    return sum(tensor.nbytes for tensor in tensors if tensor.is_floating_point())
 
 
 if __name__ == "__main__":
