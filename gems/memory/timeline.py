@@ -391,7 +391,7 @@ class MicroBatch:
         return [*(() if segment else self._given), *storages.takes[segment], *products]
 
     def _save_recomputed(self, segment: int) -> None:
-        """Save the storages of a recompute; W of a later segment may still hold the first copies."""
+        """Save the storages of a recompute; W of a later segment may hold the first copies."""
         storages = self._storages
         for group in storages.saves[segment]:
             is_kept = group.maker < segment or (storages.is_selective[segment] and group.is_product)

@@ -37,7 +37,7 @@ def evaluate(case: PartitionCase, partition: Partition) -> EvaluatedPartition:
 def plain_pipeline(case: PartitionCase, budget_s: float) -> Partition:
     """Return the partition with the least peak of a plain pipeline.
 
-    It shows what is lost if the stages of a rank are not considered together.
+    It shows the loss if the stages of a rank are not considered together.
     """
     begin = time.perf_counter()
     boundaries = solve(case.plain.problem("peak_bytes"), budget_s).boundaries

@@ -195,7 +195,7 @@ def optimizer_name(train: TrainConfig, optimizer: OptimizerConfig) -> str:
 class Partitioner:
     """The configured partition of a model, whatever its schedule.
 
-    `given` are the boundaries of parallel.boundaries, and `limit_bytes` what a rank may hold; None
+    `given` are the boundaries of parallel.boundaries. `limit_bytes` is the limit of a rank; None
     without a limit, or if a memory policy makes room after the partition. `get_profile` is called
     if a profile is needed.
     """
@@ -208,7 +208,7 @@ class Partitioner:
 
     @property
     def optimizer(self) -> str:
-        """The name under which the memory model knows what the run keeps of its weights."""
+        """The name of the run's optimizer state in the memory model."""
         return optimizer_name(self.subject.train, self.subject.optimizer)
 
     def uses_profile(self, schedule: Schedule) -> bool:

@@ -1,1 +1,1 @@
-"""The plan of a run: the one builder from a configuration to what its ranks run and what a step takes."""
+"""The plan of a run: its profile, costs, partition, schedule, memory plan and prediction."""

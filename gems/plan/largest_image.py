@@ -1,4 +1,4 @@
-"""The largest image that a run trains in parts; parts are recomputed unless a memory policy is set."""
+"""The largest image that a run trains in parts, which are recomputed without a memory policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of parallel.strips=0: the strips or blocks that fit and have the fastest simulated step."""
+"""The choice for parallel.strips=0: the strips or blocks that fit with the fastest step."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _divided(spec: RunSpec, division: Division) -> RunSpec:
 def _fastest(
     divisions: Iterable[Division], step_s: Callable[[Division], float]
 ) -> tuple[Division, float | ConfigError | DoesNotFitError]:
-    """Return the fastest division with its step; if none fits, that which needs least, or a fault.
+    """Return the fastest division with its step, or else the leanest one or a fault.
 
     Blocks, which follow strips, must be faster by a share of `GAIN`.
     """
@@ -121,7 +121,7 @@ def blocks(number: int, data: DataConfig, model: ModelConfig) -> list[list[int]]
     """Return the grid (rows, columns) of the squarest blocks of an image, `number` in all, if any.
 
     `number` is a power of two. A square image has no more columns than rows. No block is thinner
-    than what the model shrinks to one pixel.
+    than the model's stride.
     """
     height_px, width_px = data.height_px, data.width_px
     grids = [[number >> power, 1 << power] for power in range(1, number.bit_length() - 1)]

@@ -41,7 +41,7 @@ class Spans:
 
     @cached_property
     def held_for_weights(self) -> Table:
-        """Bytes that a split backward keeps between I and W, without inputs and output gradients."""
+        """Bytes kept between I and W of a split backward, without inputs and output gradients."""
         own = self._of("held_input_bytes")[:, None] + np.append(
             0.0, self._of("held_output_grad_bytes")
         )

@@ -1,4 +1,4 @@
-"""The subject of a profile: the model, its samples, and how and where its layers run."""
+"""The subject of a profile: the model, its samples, and the settings under which layers run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SEEN = ("height_px", "width_px", "channels", "num_classes", "length")
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The sections of a resolved run on which its profiles depend, and where they are cached."""
+    """The sections of a resolved run on which its profiles depend, and the folder of the cache."""
 
     model: ModelConfig
     data: DataConfig

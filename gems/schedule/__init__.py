@@ -1,4 +1,4 @@
-"""Schedules: which rank does what, in which order. Pure: no torch, no MPI, no Hydra."""
+"""Schedules: the ordered actions of each rank. Pure: no torch, no MPI, no Hydra."""
 
 from gems.schedule.registry import (
     CAPPED,

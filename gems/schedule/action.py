@@ -11,10 +11,10 @@ from gems.errors import ConfigError, one_of
 
 
 class Kind(StrEnum):
-    """What an action does; the value is its name in text, JSON and traces.
+    """The kind of an action; the value is its name in text, JSON and traces.
 
-    Modules with loops over all actions of a schedule give members names of their own: reading one
-    off the class of an Enum takes longer than looking an action up.
+    Modules with loops over all actions of a schedule bind members to module constants, because
+    reading a member from the class of an Enum takes longer than looking up an action.
     """
 
     F = "F"
@@ -42,11 +42,11 @@ COMPUTE_KINDS = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R})
 SEND_KINDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECV_KINDS = frozenset({Kind.RECV_F, Kind.RECV_B})
 COPY_KINDS = frozenset({Kind.OFFLOAD, Kind.PREFETCH})
-# These wait for a copy on the rank itself: FREE for the copy out, whose memory is free after it,
-# AWAIT for that back.
+# waits for copies of the same rank: FREE for a copy out, whose memory is free afterwards, AWAIT for
+# a copy back
 WAIT_KINDS = frozenset({Kind.FREE, Kind.AWAIT})
 RANK_KINDS = frozenset({Kind.REDUCE_GRAD, Kind.STEP})
-# A rank goes on after these have ended; the others only post.
+# a rank continues after these have ended; other actions are only posted
 BLOCKING_KINDS = COMPUTE_KINDS | WAIT_KINDS | RANK_KINDS
 
 _TEXT = re.compile(
@@ -55,15 +55,14 @@ _TEXT = re.compile(
 
 
 class Action(NamedTuple):
-    """One item of a rank's list.
+    """One item of a rank's schedule.
 
     Text form: `[stage][.segment]KIND[micro_batch][/direction]`, as in `2F5`, `0SEND_B3/1`;
-    direction 0 is not written. A segment is a part of its stage, counted from 0. A transfer carries
-    the stage of the rank that runs it: `0SEND_F5` pairs with `1RECV_F5`. START_REDUCE begins to sum
-    the gradients of its stage over the replicas, while the rank computes for others. REDUCE_GRAD,
-    which sums the rest and waits for all, and STEP act on all that a rank holds and carry its
-    lowest stage. A tuple and not a dataclass: equal in use, and several times cheaper to make and
-    to hash.
+    direction 0 is omitted. A segment is a part of its stage, counted from 0. A transfer carries the
+    stage of the rank that runs it: `0SEND_F5` pairs with `1RECV_F5`. START_REDUCE starts to sum the
+    gradients of its stage over the replicas, while the rank computes other stages. REDUCE_GRAD,
+    which sums the rest and waits for all sums, and STEP act on the whole rank and carry its lowest
+    stage. A named tuple is several times cheaper to create and to hash than a dataclass.
     """
 
     kind: Kind
@@ -83,7 +82,7 @@ class Action(NamedTuple):
         """Read the text form.
 
         Raises:
-            ConfigError: the text is no action, or its kind is unknown.
+            ConfigError: the text is not an action, or its kind is unknown.
         """
         match = _TEXT.fullmatch(text.strip())
         if match is None:

@@ -40,7 +40,7 @@ def check_message_order(schedule: Schedule, transport: str) -> None:
     Process groups match messages by their order, whereas MPI matches them by tags.
 
     Raises:
-        ConfigError: names the first receive that stands where another message is sent.
+        ConfigError: an edge receives in another order; the error names the first such receive.
     """
     sent: dict[Edge, list[Action]] = {}
     received: dict[Edge, list[Action]] = {}

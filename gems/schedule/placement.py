@@ -71,9 +71,9 @@ class Placement:
         return self.ranks[direction][stage]
 
     def is_received(self, direction: int, stage: int) -> bool:
-        """Return whether a stage is given its inputs in a message.
+        """Return whether a stage receives its inputs in a message.
 
-        Others belong to another stage of the rank, or to the step.
+        Other inputs come from a stage on the same rank, or are the images of the step.
         """
         return stage > 0 and self.rank_of(direction, stage - 1) != self.rank_of(direction, stage)
 

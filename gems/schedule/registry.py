@@ -210,7 +210,7 @@ def published() -> list[str]:
 
 
 def step_units(name: str, terms: Terms) -> float | None:
-    """Return the time of a step with equal stages and free links, in the unit of the terms' times.
+    """Return the time of a step with equal stages and free links, in the unit of the terms.
 
     Return None for a family without a closed form, or outside the range of the form.
     """

@@ -175,7 +175,7 @@ class Schedule:
         }
 
     def digest(self) -> str:
-        """Return the SHA-256 of the text of all actions, which ranks compare before the first step."""
+        """Return the SHA-256 of all actions as text, which ranks compare before the first step."""
         text = "\n".join(" ".join(map(str, actions)) for actions in self.rank_schedules)
         text += f"\nstrips {self.num_strips}" if self.num_strips > 1 else ""
         return hashlib.sha256(text.encode()).hexdigest()

@@ -79,8 +79,8 @@ class Simulation:
     """The time at which each action ran, in the units of the costs.
 
     `start` and `end` follow `Schedule.rank_schedules`. For a transfer they are posting and arrival,
-    for a reduction that is only started its posting and its end, for a copy its begin and its end
-    on the copy engine. `peak` is the most activations that each rank held at once, in their unit.
+    for START_REDUCE posting and end of the sum, for a copy begin and end on the copy engine. `peak`
+    is the most activations that each rank held at once, in their unit.
     """
 
     start: tuple[tuple[float, ...], ...]
@@ -156,7 +156,7 @@ class _Simulator:
         ready = self.ready
         clock = self.clock
         following = self.next
-        # Only if messages compete for a link does it matter that ranks run in the order of time.
+        # ranks must run in the order of time only if messages compete for links
         keeps_time = self.network.has_contention
         while ready:
             now, rank = heapq.heappop(ready)

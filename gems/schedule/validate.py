@@ -36,17 +36,17 @@ def validate(
 ) -> Schedule:
     """Check a compute-only or lowered schedule and return it.
 
-    Checked: every stage of every micro-batch runs forward and backward once (whole, or its two
-    halves), on the rank that holds it and in one direction (with all strips of its micro-batch), so
-    that all activations are freed; what is recomputed or copied to host memory comes back before
-    its backward, and a segment that is both is copied back first; the forwards of a stage keep the
-    order of the micro-batches, as statistics and random numbers do in one process, and its
-    backwards that of strips from the last to the first; nothing runs before its data; each transfer
-    has its partner and each need its transfer; the gradients are reduced after the last backward
-    and the step follows; peers reduce the same stages, once and at the same place of their lists; a
-    sum that starts before them is of a stage that is done; no rank waits for ever, with sends that
-    complete only against a posted receive; and with a cap, no rank holds more activations (in the
-    unit of `costs`, by default one micro-batch on one of P equal parts).
+    - Every stage of every micro-batch runs forward and backward once (whole, or its two halves), on
+      its rank and in one direction, together with all strips of its micro-batch.
+    - Recomputation and copies back precede the backward; a segment with both is copied back first.
+    - The forwards of a stage keep the order of the micro-batches, as statistics and random numbers
+      do in one process; its backwards take strips from the last to the first.
+    - Nothing runs before its data. Each transfer has a partner, and each need a transfer.
+    - Gradients are reduced after the last backward, followed by the step. Peers reduce the same
+      stages, once and at the same place; a sum starts early only for a stage that is done.
+    - No rank waits forever, even if sends complete only after the receive is posted.
+    - No rank holds more activations than the cap, if any, in the unit of `costs` (by default, one
+      micro-batch on one of P equal parts).
 
     Raises:
         ScheduleError: names the first fault, and carries the schedule.
@@ -171,10 +171,7 @@ def _check_compute_is_whole(schedule: Schedule) -> None:
 def _compute_kinds(
     schedule: Schedule, stage: int, micro_batch: int, direction: int, segment: int | None
 ) -> Sequence[Kind]:
-    """Return the compute actions that a stage (or segment) and micro-batch need.
-
-    They depend on the kinds that are in the list.
-    """
+    """Return the compute actions that a stage (or segment) and micro-batch need."""
     if schedule.forward_only:
         return (_F,)
     return _SPLIT if schedule.backward_kind(stage, micro_batch, direction) is _I else _WHOLE
@@ -183,7 +180,7 @@ def _compute_kinds(
 def _kinds(
     schedule: Schedule, stage: int, micro_batch: int, direction: int, segment: int | None
 ) -> Sequence[Kind]:
-    """Return the same with what moves or recomputes the activations."""
+    """Return the same with recomputation and copies."""
     kinds = list(_compute_kinds(schedule, stage, micro_batch, direction, segment))
     place = (stage, micro_batch, direction, segment)
     if schedule.forward_only:

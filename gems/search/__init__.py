@@ -1,1 +1,1 @@
-"""The search for plans: which configuration to run, and how to spend devices. Pure: no torch, no MPI, no Hydra."""
+"""The search for plans: configurations, and the use of devices. No torch, no MPI, no Hydra."""

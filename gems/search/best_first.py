@@ -1,4 +1,4 @@
-"""The search: candidates in the order of their bounds, scored until the next cannot be among the best."""
+"""Best-first search: score candidates by rising bounds until no other can be among the best."""
 
 from __future__ import annotations
 

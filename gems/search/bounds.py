@@ -31,7 +31,7 @@ class Load:
         longest_s: forward and backward of the slowest layer.
         least_forward: the smallest share of forward in a layer's time.
         least_again: the smallest factor by which recomputing its forward slows a layer down.
-        kept_bytes: what the model keeps for backward.
+        kept_bytes: the tensors that the model keeps for backward.
         cheap_bytes: the least it keeps if everything except matrix products is recomputed.
         crossing_bytes: by boundary, largest first, the part of the stash that is saved only after
             the boundary.
@@ -95,7 +95,7 @@ def least_bytes(candidate: Candidate, load: Load, flight_counts: Sequence[float]
     All ranks together hold the parameters with their gradients and states, once for each direction.
     If all activations A are kept, and rank r has c_r micro-batches in flight, the best cut puts
     A / sum(1 / c_r) on each rank. Recomputed activations exist for one stage, or one of its
-    segments, at a time. The stash is reduced by what the worst boundaries can take out of it.
+    segments, at a time. The worst boundaries are assumed for `crossing_bytes`.
     `flight_counts` has c_r by rank, if known better than by the family.
     """
     static = candidate.family.num_directions * load.static_bytes
@@ -140,8 +140,9 @@ def held_at_once(schedule: Schedule) -> list[float]:
 def estimated_bytes(candidate: Candidate, load: Load) -> float:
     """Estimate the bytes of the fullest rank, to order candidates.
 
-    Stages count as equal. The estimate has, for each micro-batch in flight, what the policy keeps
-    on the device; what one of them brings back at once; and the working memory of a layer.
+    Stages count as equal. The estimate has the bytes that the policy keeps on the device for each
+    micro-batch in flight, those that one of them brings back at once, and the working memory of a
+    layer.
     """
     stages = candidate.num_stages
     part = load.kept_bytes / candidate.num_stages

@@ -1,4 +1,4 @@
-"""Choices: configurations with their prediction, and the reasons why they are slower than the best."""
+"""Choices: configurations with their predictions, and the reasons why they lose to the best."""
 
 from __future__ import annotations
 

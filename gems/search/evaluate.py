@@ -43,7 +43,7 @@ ESTIMATE_ERROR = 1.25  # a candidate may still fit if its estimate is up to this
 EFFORT = 128  # in actions; up to this, only the bounds order the candidates
 ROUNDING = 1e-8  # of sums in another order, and of scores to nine digits
 PROFILED_SIZES = (1, 2)  # profiles of other micro-batch sizes are extrapolated from these
-# Budgets of memory=plan and of searches for a schedule: short, because there are many candidates of both.
+# budgets of memory=plan and of searches for a schedule, short because of the many candidates
 PLAN_BUDGET_S, SEARCH_BUDGET_S = (3.0, 1.0)
 CHANGED = (
     "schedule.activation_cap",
@@ -463,7 +463,7 @@ class Planner:
         return Draft(self.run_of(candidate, boundaries), known=profile)
 
     def choice(self, candidate: Candidate, plan: Plan, step: Simulation | None = None) -> Choice:
-        """Return the choice for a candidate and its plan, by default with the step without noise."""
+        """Return the choice for a candidate and its plan; the default step has no noise."""
         outcome = plan.memory
         step = step or outcome.simulation
         return Choice(

@@ -38,7 +38,7 @@ def fastest(
 
     Raises:
         ConfigError: a batch cannot be divided, or a profile is not available.
-        DoesNotFitError: no configuration fits; the message says what would.
+        DoesNotFitError: no configuration fits; the message has changes that would help.
     """
     begin = time.perf_counter()
     spec = planner.spec

@@ -144,6 +144,6 @@ def leanest(
 def _describe(choice: Choice) -> str:
     candidate = choice.candidate
     return (
-        f"{candidate.partitions} partitions x {candidate.replicas}, {candidate.label}, memory={candidate.policy}, "
-        f"micro-batches of {candidate.micro_batch_size}"
+        f"{candidate.partitions} partitions x {candidate.replicas}, {candidate.label},"
+        f" memory={candidate.policy}, micro-batches of {candidate.micro_batch_size}"
     )

@@ -1,4 +1,4 @@
-"""Registry of cost sources: where the times of a step come from (cost=NAME)."""
+"""Registry of cost sources, which provide the times of a step (cost=NAME)."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ def search_within_bytes(
     """Return a schedule, and its cut, whose activations stay within bytes.
 
     The activations include the rows that strips share, and the slots of CUDA graphs. A search
-    assumes costs that are equal shares of a whole image, and that what a micro-batch frees may be
-    used by any other, so its cap is lowered until the schedule that it finds keeps the bytes.
+    assumes that strips are equal shares of an image, and that freed memory serves any micro-batch,
+    so its cap is lowered until the schedule that it finds keeps the bytes.
 
     Raises:
         ConfigError: no schedule that keeps the cap was found.
@@ -99,7 +99,7 @@ def search_within_bytes(
 
 
 def _own_plan(case: MemoryCase) -> MemoryPlan:
-    """Return the plan of a schedule that was found: what its own memory actions do, or to keep all."""
+    """Return the plan of a searched schedule: that of its own memory actions, or to keep all."""
     plan = MemoryPlan.keeping(case.boundaries)
     if case.schedule.has_memory_actions:
         plan = plan_of_schedule(case.schedule, case.boundaries)

@@ -97,16 +97,15 @@ class Prediction:
     def to_json(self) -> dict[str, Any]:
         """Return the JSON of `gems simulate`.
 
-        Shares (efficiency, bubble, bound, gap) are fractions of 1: useful compute over ranks x
-        step, time in which a rank computes nothing, the largest efficiency for this placement under
-        the cap (without one, under the peak that the schedule has; times without noise), and the
-        part of the bound that is missed. Of a search, `bound` is that of `strips` strips on
-        any placement, and `bound_any_strips` that of any number of them, with layers as fast as in
-        these; null of others. Lists have an item a rank of one pipeline: replicas are alike. Sizes
-        in bytes are null where cost.activation_bytes is not given. `time_unit` is "unit" if costs
-        are configured without cost.unit_s: then a unit counts as a second, and `images_per_s` is
-        null. `is_calibrated` and `step_range_s` say how far the step's time can be trusted, null
-        where that is not known or does not apply.
+        Shares are fractions of 1: `efficiency` is useful compute over ranks x step, `bubble` the
+        time without compute, `bound` the largest efficiency for this placement under the cap
+        (without one, under the schedule's peak; without noise), and `gap` the missed part of the
+        bound. For a search, `bound` is for `strips` strips on any placement, and `bound_any_strips`
+        for any number of strips with equally fast layers; the latter is otherwise null. Lists have
+        one item per rank of a pipeline; replicas are alike. Sizes in bytes are null without
+        cost.activation_bytes. `time_unit` is "unit" if costs are configured without cost.unit_s:
+        then a unit counts as a second, and `images_per_s` is null. `is_calibrated` and
+        `step_range_s` are null if unknown or not applicable.
         """
         confidence = self.confidence
         spec = self.run
@@ -164,8 +163,8 @@ def predict(
     """Simulate a step of a run as planned, with one pipeline for all replicas.
 
     `run` has the costs of its plan, and `bounds` are the efficiencies that a search has proven.
-    Bytes on the device come from a walk over the layers if these
-    are known. Otherwise they cover only activations, messages and parameters.
+    Bytes on the device follow from the layers, if known; otherwise they cover only activations,
+    messages and parameters.
     """
     schedule = outcome.schedule
     stages = outcome.costs

@@ -143,7 +143,7 @@ class _RankRows:
         self.program.constrain(LinearSum({self.model.span: 1.0}) - self.clock, low=0.0)
 
     def _act(self, action: Action) -> None:
-        """Add the constraints of a whole-stage action, including the copies of all micro-batches."""
+        """Add the constraints of a whole-stage action, with the copies of all micro-batches."""
         program = self.program
         block = self.model.blocks[action.stage]
         own_key = (action.stage, action.micro_batch, action.direction)
@@ -210,7 +210,7 @@ class _RankRows:
         return wait
 
     def _layer(self, action: Action, layer: int, host: LinearSum) -> LinearSum:
-        """Add the constraints of a layer of an action, and return the bytes on the host after it."""
+        """Add the constraints of a layer of an action; return the bytes on the host after it."""
         program = self.program
         block = self.model.blocks[action.stage]
         profile = self.case.profile.layers[layer]
@@ -321,7 +321,7 @@ def _spared_messages(points: Sequence[Point]) -> dict[Action, int]:
 
 
 class _WholeCopies:
-    """The constraints that an offloaded segment of a stage is on the device completely or not at all.
+    """The constraints that an offloaded segment is on the device completely or not at all.
 
     It is gone once the host has all of it, and back from the posting of the copy back. `_parts`
     has, by the layer that needs them last, the bytes that leave together: their number, the

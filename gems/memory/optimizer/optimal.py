@@ -1,4 +1,4 @@
-"""The fastest memory plan, by a MILP and a local search over keep, offload or recompute per layer."""
+"""The fastest memory plan, by a MILP and a local search over the choices of layers."""
 
 from __future__ import annotations
 
@@ -336,7 +336,7 @@ class Search:
         return best
 
     def _anneal(self, best: PlanOutcome) -> PlanOutcome:
-        """Take changes that cost a little too, ever less as the budget goes (Kirkpatrick et al. 1983)."""
+        """Accept slower changes, too, with falling temperature (Kirkpatrick et al. 1983)."""
         current = best
         whole = max(self._left, 1.0)
         rounds = 0
@@ -356,7 +356,7 @@ class Search:
         return best
 
     def _after(self, stages: Cut, stage: int, move: Move) -> PlanOutcome | None:
-        """Return the plan with one stage changed, or None if nothing changes or the budget is spent."""
+        """Return the plan with one stage changed; None without a change or budget."""
         changed = move(stages[stage])
         if changed is None or self._left <= 0:
             return None

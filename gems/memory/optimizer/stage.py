@@ -366,7 +366,7 @@ class StageBlock:
                 option for option in self.covering[saver] if option.choice in is_there
             )
             self.program.constrain(LinearSum({variable: 1.0}) - chosen, low=0.0)
-        # the location of an input that leaves with a segment and is read by a later one is left open
+        # the location of an input that leaves with a segment and has later readers is left open
         recomputed = (
             option
             for option in self.covering[layer]

@@ -20,7 +20,7 @@ TRIALS = 4
 
 
 class WindowOrder(Enum):
-    """The order in which copies claim memory: outward first, back first, or shortest window first."""
+    """The order in which copies claim memory."""
 
     OUT_FIRST = "out first"
     BACK_FIRST = "back first"
@@ -339,7 +339,7 @@ def _used(outcome: PlanOutcome) -> tuple[Widths, Widths]:
 
 
 def _indices(actions: Sequence[Action]) -> dict[Action, int]:
-    """Return, by copy, the index of its compute action: a forward for copies out, else a backward."""
+    """Return the index of each copy's forward (for copies out) or backward."""
     indices: dict[Action, int] = {}
     for index, action in enumerate(filter(_is_counted, actions)):
         if action.kind is not Kind.W:

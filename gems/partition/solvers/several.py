@@ -92,7 +92,7 @@ class _Level(NamedTuple):
 
 
 class _Beam:
-    """Partial partitions, one stage per level, with a lower bound of what each term still adds."""
+    """Partial partitions, one stage per level, with lower bounds of the rest of each term."""
 
     def __init__(
         self, problem: Problem, relaxation: Relaxation, bound: Bound, deadline: float
@@ -204,7 +204,7 @@ class _Beam:
         return _Level(end, sums, crossing, which, rating).take(chosen)
 
     def _least_rest(self) -> list[Floats]:
-        """Return a lower bound of what later stages add to each term, by stage, (L + 1, terms).
+        """Return lower bounds of the sums of later stages by term, for each stage: (L + 1, terms).
 
         The first axis of an array is the layer at which the later stages begin.
         """

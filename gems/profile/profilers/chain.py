@@ -3,8 +3,8 @@
 The results are joined by the memory that the layers share. Memory is tracked by name instead of by
 address: a tensor that is carried through layers, or seen through a view, is one storage from its
 creation to its last use, and so is a gradient on its way back. So it is known which layer first
-saves a storage, and what a carried gradient keeps alive. Equal layers on equal inputs are measured
-once: a ResNet-1001 has few distinct ones.
+saves a storage, and which memory a carried gradient keeps alive. Equal layers on equal inputs are
+measured once: a ResNet-1001 has few distinct ones.
 """
 
 from __future__ import annotations

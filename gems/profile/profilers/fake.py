@@ -357,7 +357,7 @@ def _whole_peak_bytes(
     """Return the peak of one training step of the unsplit model.
 
     It includes parameters, gradients, activations and images. It is measured by torch's
-    `MemTracker`, without the optimizer's state and without what kernels use internally.
+    `MemTracker`, without optimizer state and internal memory of kernels.
     """
 
     class WholePeak(mem_tracker()):  # type: ignore[misc]

@@ -88,8 +88,8 @@ class LayerMeter:
 class BackwardMeter:
     """The peak of a layer's backward and its gradients.
 
-    The peak does not include saved tensors and what its stage received. `input_gradients` has an
-    entry for each input, or None if it gets no gradient.
+    The peak does not include saved tensors and received gradients. `input_gradients` has an entry
+    for each input, or None if it gets no gradient.
     """
 
     peak_bytes: int
@@ -285,7 +285,7 @@ def _drop(_: Tensor) -> Any:
 
 
 def _cheap_peak(call: LayerCall, workspace: Workspace | None) -> int:
-    """Return the peak bytes of a selective recompute, beyond what the first forward kept for it."""
+    """Return the peak bytes of a selective recompute, without the kept products."""
     products = MatmulOutputs()
     random = RandomState(call.module, call.device)
     with RecordMatmuls(products, random):

@@ -36,9 +36,9 @@ from gems.profile.subject import Subject
 def take(subject: Subject) -> OpGraph:
     """Return the operators of a resolved run's model on one micro-batch, on its machine.
 
-    An operator holds its parameters, their gradients, the optimizer's state, and what its forward
-    leaves. If several operators read an output, its gradients are added in the backward of the
-    operator that made it.
+    An operator holds its parameters, their gradients, the optimizer's state, and the tensors that
+    outlive its forward. If several operators read an output, its gradients are added in the
+    backward of the operator that made it.
 
     Raises:
         ConfigError: The machine has no rate for the dtype.

@@ -1,4 +1,4 @@
-"""A schedule as text: over time, or, if it is broken, action by action as far as it runs."""
+"""A schedule as text: over time, or, if it is invalid, action by action as far as it runs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ IDLE = "."
 def grid(schedule: Schedule, result: Simulation, unit: float = 1.0) -> str:
     """Draw the compute actions over time; `unit` is the time of one column.
 
-    `F3` is the forward of micro-batch 3 in direction 0, `f4` one in direction 1; `--` goes on with
-    the action to its left and `.` is idle. If a rank holds several stages of a direction, a letter
-    names which: `F3a`, `F3b`. A step longer than 400 columns is cut, and a last line counts the
-    rest.
+    `F3` is the forward of micro-batch 3 in direction 0, `f4` one in direction 1; `--` continues the
+    action to its left and `.` is idle. If a rank holds several stages of a direction, a letter
+    distinguishes them: `F3a`, `F3b`. A step longer than 400 columns is cut, and a last line counts
+    the rest.
     """
     columns = max(1, round(result.span / unit))
     chunk_of = _chunks(schedule)
@@ -50,9 +50,9 @@ def grid(schedule: Schedule, result: Simulation, unit: float = 1.0) -> str:
 
 
 def unit_to_fit(schedule: Schedule, result: Simulation, chars: int) -> float | None:
-    """Return the time of a column at which a grid has lines of so many characters.
+    """Return the time of a column such that lines have `chars` characters.
 
-    None if a rank has more actions.
+    Return None if a rank has more actions than columns.
     """
     columns = (chars - len(_head(0))) // (_cell_chars(schedule, _chunks(schedule)) + 1)
     most = max(
@@ -67,7 +67,7 @@ def _head(rank: int) -> str:
 
 
 def _chunks(schedule: Schedule) -> dict[tuple[int, int], str]:
-    """Return the letter of each stage, by direction and stage, where a rank holds several of a direction."""
+    """Return the letter of each (direction, stage); empty for the only stage of a rank."""
     letters: dict[tuple[int, int], str] = {}
     for rank in range(schedule.num_ranks):
         for direction in range(schedule.num_directions):
@@ -86,13 +86,12 @@ def _cell_chars(schedule: Schedule, chunk_of: dict[tuple[int, int], str]) -> int
 
 
 def fault_grid(schedule: Schedule, error: ScheduleError) -> str:
-    """Draw each rank's list, one action a step, up to what never runs.
+    """Draw each rank's schedule, one action per step, up to the actions that never run.
 
-    The fault as `!0B0!`, the rest as `0B1?`.
-    Steps count actions and not time: in each, every rank runs its next action if all that it needs
-    is done. The fault's own rank is shown up to it, even if it is stuck before; a fault that is not
-    in the list comes after its rank's last action. Of many ranks or steps those around the fault
-    are shown.
+    The fault is marked as `!0B0!`, other actions that never run as `0B1?`. In each step, every rank
+    runs its next action if its dependencies are done. The rank of the fault is shown up to the
+    fault, even if it is stuck before; a fault that is not in the schedule comes last. If there are
+    many ranks or steps, those around the fault are shown.
     """
     cells = _cells(schedule, error)
     ranks = range(len(cells))
@@ -120,7 +119,7 @@ def fault_grid(schedule: Schedule, error: ScheduleError) -> str:
 
 
 def _cells(schedule: Schedule, error: ScheduleError) -> list[list[str]]:
-    """Return the cells of each rank, the last one of a rank that is stuck being what it is stuck at."""
+    """Return the cells of each rank; a stuck rank ends with the action that never runs."""
     rank_schedules = schedule.rank_schedules
     fault = None
     if (

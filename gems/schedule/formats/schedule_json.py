@@ -17,10 +17,9 @@ WITH_STRIPS = "gems.schedule/2"
 def to_json(schedule: Schedule) -> dict[str, Any]:
     """Return the dictionary of the schema; an action is [kind, stage, direction, micro_batch].
 
-    With strips the micro-batches are counted and numbered in strips, `strips` of them to one;
-    without, it is schema 1, which has no such field. An action of a segment has the segment behind
-    that, and a transfer the stage at its other end if that is no neighbour; `predecessors` are
-    there unless stages form a chain.
+    With strips, micro-batches are counted and numbered in strips, `strips` per micro-batch; schema
+    1 has no such field. An action of a segment also has the segment, and a transfer to or from a
+    stage that is not a neighbour has that stage. `predecessors` are omitted for a chain of stages.
     """
     placement = schedule.placement
     return {
@@ -39,10 +38,10 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
 
 
 def from_json(document: dict[str, Any]) -> Schedule:
-    """Read what `to_json` wrote.
+    """Read a document of `to_json`.
 
     Raises:
-        ConfigError: another schema, or a missing or malformed field.
+        ConfigError: the schema is another one, or a field is missing or malformed.
     """
     schema = document.get("schema") if isinstance(document, dict) else None
     if schema not in (SCHEMA, WITH_STRIPS):

@@ -19,12 +19,11 @@ _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 def to_torch_csv(schedule: Schedule) -> str:
     """Return the compute-only CSV that torch's runtime loads, as in `0F0,0F1,0B0`.
 
-    B is a whole backward.
-    Transfers, the reduction and the step are left out: torch puts its own there.
+    B is a whole backward. Transfers, reductions and steps are omitted, since torch inserts its own.
 
     Raises:
-        ConfigError: the schedule says what that format cannot: two directions, segments of a stage,
-            recomputation or copies to host memory.
+        ConfigError: the format does not support the schedule's directions, segments, recomputation
+            or copies to host memory.
     """
     for is_so, what in (
         (schedule.num_directions > 1, f"it runs {schedule.num_directions} directions"),
@@ -44,14 +43,14 @@ def to_torch_csv(schedule: Schedule) -> str:
 
 
 def from_torch_csv(text: str, name: str = "torch") -> Schedule:
-    """Read torch's compute-only CSV; empty cells, which are idle steps there, are passed over.
+    """Read torch's compute-only CSV; empty cells, which are idle steps, are skipped.
 
-    An overlapped pair `(0F3;1B2)OVERLAP_F_B` becomes its parts one after the other. Stages are
-    placed where they appear, and micro-batches counted up to the highest.
+    An overlapped pair `(0F3;1B2)OVERLAP_F_B` becomes its parts one after the other. The placement
+    and the number of micro-batches follow from the actions.
 
     Raises:
-        ConfigError: a cell that is no compute action, a stage on two ranks, or stages that are not
-        0 to S - 1.
+        ConfigError: a cell is not a compute action, a stage is on two ranks, or the stages are not
+            0 to S - 1.
     """
     rank_schedules = tuple(
         tuple(action for cell in cells for action in _actions(cell.strip(), line))

@@ -45,11 +45,10 @@ class Peak:
 def distance_by_memory_time(peaks: Sequence[Peak], cap: float) -> float:
     """Return the least time from the first to the last peak on a rank, by memory-time.
 
-    The memory-time of what must be held is at most the cap x that time plus what lies before the
-    first peak or after the last one. At the first peak, that micro-batch holds its `size` and all
-    others fit into the rest of the cap. The memory-time that any of them used before is at most the
-    largest ratio of such memory-time to the size that it holds now. The same applies to the last
-    peak.
+    The total memory-time is at most the cap x that time plus the parts before the first peak and
+    after the last one. At the first peak, that micro-batch holds its `size` and all others fit into
+    the rest of the cap. The memory-time that any of them used before is at most the largest ratio
+    of such memory-time to the size that it holds now. The same applies to the last peak.
     """
     total = sum(
         peak.count * (_memory_time(peak.before) + _memory_time(peak.after)) for peak in peaks
@@ -83,13 +82,13 @@ def _largest_ratio(steps: Sequence[Step]) -> float:
 
 
 def distance_by_sequence(peak: Peak, cap: float) -> float:
-    """Return the least time between the first and last of equal peaks, by what fits together.
+    """Return the least time between the first and last of equal peaks, by the sizes that fit.
 
-    At the latest start of each of its forwards, what a micro-batch, the two before it and the next
-    one must hold fits into the cap. The shortest sequence of distances with this property, by
-    dynamic programming over the last two, is not longer than that of any schedule. It is in whole
-    cells of time. If the held sizes are rounded down to cells, the peaks of a schedule may be
-    rounded down too, because everything held in a cell is held together at its end.
+    At the latest start of each of its forwards, the sizes of a micro-batch, of the two before it
+    and of the next one fit into the cap together. The shortest sequence of distances with this
+    property, by dynamic programming over the last two, is not longer than that of any schedule. It
+    is in whole cells of time. If the held sizes are rounded down to cells, the peaks of a schedule
+    may be rounded down too, because everything held in a cell is held together at its end.
     """
     span = max(time for time, _ in peak.before) + max(time for time, _ in peak.after)
     if peak.count < 2 or span <= 0.0:

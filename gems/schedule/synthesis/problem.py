@@ -60,10 +60,7 @@ class Problem:
 
     @property
     def grows(self) -> tuple[int, ...]:
-        """The additional size that an input gradient leaves for the weight gradient, by stage.
-
-        It is relative to what the forward kept.
-        """
+        """By stage, the size held for the weight gradient beyond the size that forward kept."""
         return tuple(max(0, rest - size) for rest, size in zip(self.held, self.size, strict=True))
 
     @property

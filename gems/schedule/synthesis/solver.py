@@ -97,7 +97,7 @@ def _add_order(
     length: Sequence[Sequence[int]],
     period: int,
 ) -> list[list[Any]]:
-    """Add that operations follow their data, and return the intervals in which each rank is busy."""
+    """Require operations to follow their data; return the intervals in which ranks are busy."""
     last = 2 * problem.num_stages - 1
     busy: list[list[Any]] = [[] for _ in range(problem.num_ranks)]
     for g, ticks in enumerate(length):

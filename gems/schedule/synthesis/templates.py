@@ -47,7 +47,7 @@ class Budget:
 
     @contextmanager
     def share(self, part: float) -> Iterator[Budget]:
-        """Yield a budget with a part of what is left, and count its spent steps at the end."""
+        """Yield a budget with a part of the remaining steps, whose spent steps count here, too."""
         share = Budget(int(self.left * part))
         yield share
         self.spent += share.spent

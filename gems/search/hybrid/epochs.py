@@ -85,7 +85,9 @@ class EpochTable:
 
 @dataclass(frozen=True, slots=True)
 class NoiseScale:
-    """The law E(B) = E_min (1 + B / B_crit) of the gradient noise scale (McCandlish et al. 2018, section 2.3).
+    """The law E(B) = E_min (1 + B / B_crit) of the gradient noise scale.
+
+    Source: McCandlish et al. 2018, section 2.3.
 
     Attributes:
         least_epochs: E_min, the epochs of small batches.
@@ -170,7 +172,7 @@ def fit_noise_scale(runs: Sequence[tuple[float, float]]) -> NoiseFit:
     correlation = 0.0
     if freedom:
         covariance = np.linalg.inv(normal) * float(residuals @ residuals) / freedom
-        # error propagation: d ln E_min = d least / least, d ln B_crit = d ln E_min - d slope / slope
+        # error propagation: d ln E_min = d least / least, d ln B_crit = d ln E_min - d ln slope
         change = np.array([[1.0 / least, 0.0], [1.0 / least, -1.0 / slope]])
         of_logs = change @ covariance @ change.T
         deviations = np.sqrt(np.maximum(np.diag(of_logs), 0.0))

@@ -255,7 +255,7 @@ def _rows_of_schedule(file: _File, rows: Sequence[Row], schedule: str) -> Sequen
 
 
 def _weak_scaling(file: _File, rows: Sequence[Row]) -> dict[int, tuple[int, Quantity]]:
-    """Return (index in SOURCES, SE_N) by replicas, for pipelines with equal numbers of partitions."""
+    """Return (index in SOURCES, SE_N) by replicas, for pipelines with the same partitions."""
     best: dict[int, tuple[int, float, float]] = {}
     for row in rows:
         replicas = file.whole(row, "replicas")

@@ -1,4 +1,4 @@
-"""A worker of several devices, by simulation: its step, its scaling efficiency, and whether it fits."""
+"""A worker of several devices, by simulation: its step, scaling efficiency and memory."""
 
 from __future__ import annotations
 

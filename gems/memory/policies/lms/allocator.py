@@ -65,7 +65,7 @@ class _History:
 class Counts:
     """Counters of one iteration, under the original's names.
 
-    `pinned` are peaks of what cannot be reclaimed.
+    `pinned` are peaks of storages that cannot be reclaimed.
     """
 
     reclaimed: int = 0

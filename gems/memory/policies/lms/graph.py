@@ -32,7 +32,7 @@ class Tensor(NamedTuple):
 class Return(NamedTuple):
     """A copy of a swapped tensor back to the device, for the operations `consumers`.
 
-    It starts after the operation `trigger`; if that is None, the first consumer starts it and waits.
+    It starts after the operation `trigger`; if None, the first consumer starts it and waits.
     """
 
     tensor: int
