@@ -80,15 +80,15 @@ def mpiexec_argv(num_ranks: int, program: Sequence[str]) -> list[str]:
 
 def _find_mpiexec() -> str:
     beside = Path(sys.executable).parent / "mpiexec"
-    found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
-    if found is None:
+    mpiexec = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
+    if mpiexec is None:
         raise ConfigError(
             "cluster.launcher",
             "mpiexec",
             "there is no mpiexec beside the interpreter or on PATH",
             "`pip install mpich`, or load the site's MPI module",
         )
-    return found
+    return mpiexec
 
 
 @functools.cache

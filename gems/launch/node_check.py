@@ -47,8 +47,8 @@ def main(argv: list[str]) -> int:
     with socket.create_server(("", 0)) as server:
         threading.Thread(target=answer_probes, args=(server,), daemon=True).start()
         address = [own_address(), server.getsockname()[1]]
-        found = node_fault(Path(argv[0]), int(argv[1]), SHARED_MEMORY)
-        say({"node": node, "address": address, "time_ns": time.time_ns(), "fault": found})
+        fault = node_fault(Path(argv[0]), int(argv[1]))
+        say({"node": node, "address": address, "time_ns": time.time_ns(), "fault": fault})
         addresses = json.loads(sys.stdin.readline() or "{}")
         say({"node": node, "link": link_fault(node, addresses)})
         sys.stdin.read()  # other nodes still try the link to this one
@@ -60,7 +60,7 @@ def say(document: Mapping[str, Any]) -> None:
     print(json.dumps(document), flush=True)
 
 
-def node_fault(folder: Path, gpus: int, shared_memory: Path) -> str | None:
+def node_fault(folder: Path, gpus: int, shared_memory: Path = SHARED_MEMORY) -> str | None:
     """Return the reason why ranks cannot run on this node, or None."""
     try:
         is_seen = (folder / "run.yaml").is_file()
@@ -134,12 +134,12 @@ def own_address() -> str:
     It is the address of the node's name, or else of its outgoing connection.
     """
     with contextlib.suppress(OSError):
-        found = socket.gethostbyname(os.uname().nodename)
-        if not found.startswith("127."):
-            return found
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-        way.connect(ANY_PATH)
-        return str(way.getsockname()[0])
+        address = socket.gethostbyname(os.uname().nodename)
+        if not address.startswith("127."):
+            return address
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(ANY_PATH)
+        return str(probe.getsockname()[0])
     return "127.0.0.1"
 
 
@@ -171,10 +171,10 @@ def link_fault(node: str, addresses: Mapping[str, tuple[str, int]]) -> str | Non
 
 
 def _read(connection: socket.socket) -> bytes:
-    got = bytearray()
-    while len(got) < PROBE_BYTES and (more := connection.recv(PROBE_BYTES - len(got))):
-        got += more
-    return bytes(got)
+    received = bytearray()
+    while len(received) < PROBE_BYTES and (chunk := connection.recv(PROBE_BYTES - len(received))):
+        received += chunk
+    return bytes(received)
 
 
 if __name__ == "__main__":

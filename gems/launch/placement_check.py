@@ -135,8 +135,8 @@ def fault_of(environment: Mapping[str, str], ranks: int, per_node: int, gpus: in
 
 
 def _number(environment: Mapping[str, str], names: Sequence[str]) -> int | None:
-    found = next((environment[name] for name in names if name in environment), "")
-    return int(found) if found.isdecimal() else None
+    text = next((environment[name] for name in names if name in environment), "")
+    return int(text) if text.isdecimal() else None
 
 
 def _write(path: str, document: dict[str, Any]) -> None:

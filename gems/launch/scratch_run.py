@@ -55,10 +55,10 @@ def run_program(
         ended = run_ranks(
             argv, rank_environment(spec.machine.threads_per_rank), timeout_s=timeout_s
         )
-        found = read_json(folder.result_json)
-        if ended.returncode or not found:
+        result = read_json(folder.result_json)
+        if ended.returncode or not result:
             raise _failure(folder, ended.returncode, verb)
-    return found
+    return result
 
 
 def _failure(folder: RunFolder, returncode: int, verb: str) -> RankFailedError:

@@ -93,8 +93,8 @@ def verify(spec: RunSpec) -> Verification:
     """
     precision = "float64" if spec.train.precision == "float32" else spec.train.precision
     train = replace(spec.train, precision=precision, steps=steps_of(precision))
-    found = run_program(replace(spec, train=train), COMPARE, "verify")
+    result = run_program(replace(spec, train=train), COMPARE, "verify")
     values: dict[str, Any] = {
-        name: tuple(v) if isinstance(v, list) else v for name, v in found.items()
+        name: tuple(value) if isinstance(value, list) else value for name, value in result.items()
     }
     return Verification(**values)

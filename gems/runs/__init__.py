@@ -1,1 +1,1 @@
-"""What a run is before and beside its ranks: its folder, where it came from, and its heartbeats."""
+"""Runs apart from their ranks: the folder, its owner, provenance, heartbeats and simulation."""

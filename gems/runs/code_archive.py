@@ -1,9 +1,8 @@
-"""The code snapshot: one archive of this code, which a job runs, whatever becomes of the files it was made from.
+"""The code snapshot: an archive of this code, which a job runs even if the files change later.
 
-A rank opens one file where it would open hundreds, which counts when a thousand ranks start at
-once, and a byte-code file beside each source spares them the compiling. The archive is the same to
-the byte for the same code and version of Python, so that runs of the same code share one file by
-hard links.
+A rank opens one file instead of hundreds, which matters when a thousand ranks start at once, and
+byte-code beside each source saves them compiling it. The archive of the same code and version of
+Python is the same to the byte, so runs of the same code share one file by hard links.
 """
 
 from __future__ import annotations
@@ -41,23 +40,23 @@ def code_root() -> Path:
 
 
 def from_snapshot(code_zip: Path, module: str) -> list[str]:
-    """Return the words that run a module from a snapshot, after those of an interpreter."""
+    """Return the arguments of a Python interpreter that runs a module from a snapshot."""
     return [str(code_zip), module]
 
 
 def take_snapshot(
     target: Path, cache_dir: str | None = None, own: Iterable[tuple[str, bytes]] = ()
 ) -> str:
-    """Put an archive of this code, and of `own` files of the user's, at `target` and return its BLAKE2b hash.
+    """Write an archive of this code and the user's `own` files, and return its BLAKE2b hash.
 
-    An archive of the same code that is in the cache is linked to, or copied where the file system
-    cannot link. Files of the user's that have a name of ours are left out.
+    If the cache has an archive of the same code, link to it, or copy it if the file system has no
+    links. Skip files of the user whose names clash with this toolkit's.
 
     Raises:
-        OSError: the target cannot be written.
+        OSError: The target cannot be written.
     """
     root = code_root()
-    if root.is_file():  # we run from a snapshot: what we prepare runs from the same
+    if root.is_file():  # we run from a snapshot; so do the runs that we prepare
         share(root, target)
         return hash_of(target)
     sources = list(_sources(root))
@@ -66,22 +65,19 @@ def take_snapshot(
         for name, data in own
         if name.partition("/")[0] not in (*PACKAGES, "__main__.py")
     )
-    kept = cache_folder(cache_dir).absolute() / "code" / f"{_key(sources)}.zip"
+    cached = cache_folder(cache_dir).absolute() / "code" / f"{_key(sources)}.zip"
     try:
-        if not zipfile.is_zipfile(kept):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            _write(kept, _archive(sources))
-        share(kept, target)
-    except OSError:  # a cache that cannot be written is passed over
+        if not zipfile.is_zipfile(cached):
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            _write(cached, _archive(sources))
+        share(cached, target)
+    except OSError:  # the cache cannot be written
         _write(target, _archive(sources))
     return hash_of(target)
 
 
 def hash_of(path: Path) -> str:
-    """Return the BLAKE2b hash of a file's bytes, 64 hexadecimal digits.
-
-    `b2sum --length=256` gives the same.
-    """
+    """Return the BLAKE2b hash of a file as 64 hexadecimal digits, like `b2sum --length=256`."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
 
@@ -102,10 +98,7 @@ def _key(sources: Sequence[tuple[str, bytes]]) -> str:
 
 
 def _archive(sources: Sequence[tuple[str, bytes]]) -> bytes:
-    """Return the bytes of the archive.
-
-    Stored, not packed: packed bytes would differ with the version of zlib.
-    """
+    """Return the bytes of the archive, uncompressed: compressed bytes depend on zlib's version."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         for name, data in sources:
@@ -127,7 +120,7 @@ def _archive(sources: Sequence[tuple[str, bytes]]) -> bytes:
                 for inner, content in contents.items():
                     info = zipfile.ZipInfo(inner, EPOCH)
                     info.external_attr = MODE << 16
-                    info.create_system = 3  # Unix, wherever it is made
+                    info.create_system = 3  # Unix, on every system
                     archive.writestr(info, content)
     return buffer.getvalue()
 
@@ -138,10 +131,10 @@ def _write(path: Path, data: bytes) -> None:
         partial.chmod(0o444)  # other runs share it
 
 
-def share(kept: Path, target: Path) -> None:
+def share(source: Path, target: Path) -> None:
     """Put an immutable file at `target` too, by a hard link, or as a copy if links fail."""
     with atomic_write(target) as partial:
         try:
-            os.link(kept, partial)
+            os.link(source, partial)
         except OSError:  # another file system, or one without links
-            shutil.copyfile(kept, partial)
+            shutil.copyfile(source, partial)

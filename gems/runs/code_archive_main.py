@@ -1,9 +1,8 @@
 """The first program of a code snapshot.
 
-`python code.zip MODULE WORD...` runs a module of it, as `python -m` would.
-Python puts the archive in front of everything it may import from, so neither the folder that a job
-is started in nor PYTHONPATH can bring in other code of that name. What the module starts by `python
--m` comes from the archive too.
+`python code.zip MODULE WORD...` runs a module of the archive, as `python -m` would.
+The archive is first in the import path, so neither the current folder nor PYTHONPATH can replace
+its code. Processes that the module starts by `python -m` use the archive too.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import zipimport
 
 
 def main() -> None:
-    """Run the module that the command line names."""
+    """Run the module named on the command line."""
     if len(sys.argv) < 2:
         sys.exit("usage: python code.zip MODULE WORD...")
     archive = os.path.abspath(sys.path[0])
@@ -28,18 +27,11 @@ def main() -> None:
     os.environ["PYTHONSAFEPATH"] = "1"  # `python -m` would look in the current folder first
     module = sys.argv[1]
     del sys.argv[1]
-    _show_lines_of(module, archive)
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-def _show_lines_of(module: str, archive: str) -> None:
-    """Let tracebacks show the lines of the module that runs.
-
-    By its name, `__main__`, they would find this file's.
-    """
+    # a module that runs as __main__ would get the source lines of this file in tracebacks
     for name in (module, f"{module}.__main__"):
         path = f"{name.replace('.', '/')}.py"
         linecache.cache[f"code.zip/{path}"] = (functools.partial(_source, archive, path),)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _source(archive: str, path: str) -> str:

@@ -56,14 +56,17 @@ class FailureCause(StrEnum):
 
 
 class ErrorClass(NamedTuple):
-    """The cause that an exception shows, and a hint that may follow its own message."""
+    """The cause of an exception, and a hint to append to its own message."""
 
     cause: FailureCause
     hint: str = ""
 
 
 def classify_error(error: BaseException) -> ErrorClass:
-    """Classify an exception by its type and error number, or by the first in its chain of causes that shows one."""
+    """Classify an exception by its type and error number.
+
+    Use the first exception in its chain of causes that has a known cause.
+    """
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -128,10 +131,10 @@ def _is_of_socket(error: OSError) -> bool:
 def device_memory_remedies(
     memory: MemoryConfig | None, parallel: ParallelConfig | None, is_fragmented: bool = False
 ) -> tuple[str, ...]:
-    """Return what to change where a device's memory was full, most promising first.
+    """Return the changes that may help after a device ran out of memory, most promising first.
 
-    The sections of the run are None if not known.
-    It `is_fragmented` if free pieces of torch's allocator would have been enough, in one.
+    The sections of the run are None if unknown. Memory `is_fragmented` if the free blocks of
+    torch's allocator together would have been large enough.
     """
     advice = []
     if is_fragmented:

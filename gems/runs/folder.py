@@ -7,7 +7,6 @@ import functools
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from gems.schedule.formats.schedule_json import from_json, to_json
 from gems.schedule.schedule import Schedule
 from gems.utils.atomic_io import RESERVE, read_json, write_json
 from gems.utils.registry import load_plugins
+from gems.utils.units import now_utc
 
 OF_ALL_ATTEMPTS = (
     "run.yaml",
@@ -94,11 +94,11 @@ class RunFolder:
     progress_json = _Entry("progress.json")  # the current step of the ranks
     result_json = _Entry("result.json")  # the results that rank 0 reported at the end
     provenance_json = _Entry("provenance.json")  # summary of the folder `provenance`
-    provenance = _Entry("provenance")  # how the run was made
+    provenance = _Entry("provenance")  # code, packages and environment
     # the code at preparation time, which a job runs
     code_zip = _Entry(f"provenance/{CODE_ZIP}")
     job_sh = _Entry("provenance/job.sh")  # the batch script as submitted
-    slurm_json = _Entry("provenance/slurm.json")  # SLURM's record of the job, at each start and end
+    slurm_json = _Entry("provenance/slurm.json")  # SLURM's job record, at each start and end
     affinity_json = _Entry("provenance/affinity.json")  # cores and GPU of each rank
     cancelled_json = _Entry(CANCELLED_JSON)  # who cancelled the run, and when
     # who asked the run to save and stop at the end of a step, and why
@@ -129,7 +129,7 @@ class RunFolder:
         return None if step is None else self.best / f"step{step:08d}"
 
     def layouts(self) -> list[dict[str, Any]]:
-        """Read the layouts that the run has had after its own.
+        """Read the layouts that followed the run's own.
 
         Each row has the number, the nodes, the ranks, the time, the step and the reason.
         """
@@ -139,21 +139,21 @@ class RunFolder:
     def add_layout(
         self, number: int, layout: str, nodes: int | None, why: str, by: str, **more: Any
     ) -> None:
-        """Record a layout as the present one; number 1 is the run's own.
+        """Record a layout, described by `layout`, as the present one; number 1 is the run's own.
 
-        `layout` is its description.
         The files of the layout must already exist.
         """
-        rows = self.layouts()
-        before = self.read_spec()
         row = {
             "number": number,
-            "utc": datetime.now(UTC).isoformat(timespec="seconds"),
+            "utc": now_utc(),
             "by": by,
             "why": why,
+            "from": self.read_spec().layout,
+            "to": layout,
+            "nodes": nodes,
+            **more,
         }
-        shapes = {"from": before.layout, "to": layout, "nodes": nodes}
-        write_json(self.layouts_json, {"layouts": [*rows, {**row, **shapes, **more}]})
+        write_json(self.layouts_json, {"layouts": [*self.layouts(), row]})
 
     @property
     def layout_number(self) -> int:
@@ -171,10 +171,7 @@ class RunFolder:
         return self if number == 1 else RunFolder(self.path / "layouts" / f"{number:04d}")
 
     def run_id(self, spec: RunSpec) -> str:
-        """Return the run's ID, which is the ID of its own configuration.
-
-        `spec` is the configuration that the ranks run.
-        """
+        """Return the ID of the run's own configuration; `spec` is the one that the ranks run."""
         return run_id(self.read_own_spec() if self.layouts() else spec)
 
     @property
@@ -198,7 +195,7 @@ class RunFolder:
         """Read the configuration of the present layout, which the ranks run; import its plugins.
 
         Raises:
-            ConfigError: the file is missing or is not the configuration of a run, or a plugin
+            ConfigError: The file is missing or is not the configuration of a run, or a plugin
                 cannot be imported.
         """
         return self.layout.read_own_spec()
@@ -207,7 +204,7 @@ class RunFolder:
         """Read run.yaml: the user's configuration, which identifies the run.
 
         Raises:
-            ConfigError: as `read_spec`.
+            ConfigError: As in `read_spec`.
         """
         with self._refusing(self.run_yaml):
             values = yaml.load(self.run_yaml.read_text(), LOADER)
@@ -221,7 +218,7 @@ class RunFolder:
         """Read the configuration with the costs of the run's profile, for emulation and simulation.
 
         Raises:
-            ConfigError: as `read_spec`, or costs.json is damaged.
+            ConfigError: As in `read_spec`, or costs.json is damaged.
         """
         spec = self.read_spec()
         costs = self._read_optional(self.costs_json)
@@ -237,7 +234,7 @@ class RunFolder:
         """Read schedule.json.
 
         Raises:
-            ConfigError: the file is missing or holds no schedule.
+            ConfigError: The file is missing or does not contain a schedule.
         """
         with self._refusing(self.schedule_json):
             return from_json(json.loads(self.schedule_json.read_text()))
@@ -250,7 +247,7 @@ class RunFolder:
         """Read the cuts of the model from partition.json; empty for an emulated or simulated run.
 
         Raises:
-            ConfigError: the file is missing or holds no boundaries.
+            ConfigError: The file is missing or does not contain boundaries.
         """
         with self._refusing(self.partition_json):
             return tuple(
@@ -279,16 +276,16 @@ class RunFolder:
         """Read memory.json, or return None if activations are kept.
 
         Raises:
-            ConfigError: the file holds no plan.
+            ConfigError: The file does not contain a plan.
         """
         document = self._read_optional(self.memory_json)
         return MemoryPlan.from_json(document) if document else None
 
     def read_plan(self) -> RankPlan:
-        """Read what ranks need of the plan.
+        """Read the part of the plan that ranks need.
 
         Raises:
-            ConfigError: a file is missing or damaged.
+            ConfigError: A file is missing or damaged.
         """
         return RankPlan(
             self.read_spec(), self.read_schedule(), self.read_boundaries(), self.read_memory_plan()
@@ -298,26 +295,21 @@ class RunFolder:
         """Read status.json; empty if it is missing.
 
         Raises:
-            ConfigError: the file is not valid JSON.
+            ConfigError: The file is not valid JSON.
         """
         return self._read_optional(self.status_json, "move that folder away")
 
     def write_status(self, state: str, **more: Any) -> None:
         """Write status.json; `jobs.status.run_status` describes the states."""
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        write_json(self.status_json, {"state": state, "updated_utc": now, **more})
+        write_json(self.status_json, {"state": state, "updated_utc": now_utc(), **more})
 
     def change_status(
         self, status: Mapping[str, Any], state: str, without: Collection[str] = (), **more: Any
     ) -> None:
-        """Write status.json with a new state, with `more`, and with the other fields of `status`.
-
-        The fields named in `without` are left out.
-        """
-        left_out = ("state", "updated_utc", *without)
-        self.write_status(
-            state, **{**{key: status[key] for key in status if key not in left_out}, **more}
-        )
+        """Write status.json with a new state, `more`, and the fields of `status` not in `without`."""
+        removed = ("state", "updated_utc", *without)
+        fields = {key: value for key, value in status.items() if key not in removed}
+        self.write_status(state, **{**fields, **more})
 
     def archive(self, keep: Collection[str] = (), also: Iterable[Path] = ()) -> None:
         """Move the files of an earlier attempt to attempts/<number>/, so that no record is lost.
@@ -325,13 +317,13 @@ class RunFolder:
         Entries named in `keep` stay. Files in `also` move with the rest. A folder that was only
         prepared stays as it is.
         """
-        left = [
+        entries = [
             entry for entry in self.path.iterdir() if entry.name not in (*OF_ALL_ATTEMPTS, *keep)
         ]
-        left += [path for path in also if path.exists()]
+        entries += [path for path in also if path.exists()]
         if not any(
-            each.name not in OF_PREPARATION and (each.is_file() or any(each.iterdir()))
-            for each in left
+            entry.name not in OF_PREPARATION and (entry.is_file() or any(entry.iterdir()))
+            for entry in entries
         ):
             return
         attempts = self.path / "attempts"
@@ -339,7 +331,7 @@ class RunFolder:
         numbers = [int(entry.name) for entry in attempts.iterdir() if entry.name.isdecimal()]
         target = attempts / f"{1 + max(numbers, default=0):03d}"
         target.mkdir()
-        for entry in left:
+        for entry in entries:
             entry.rename(target / entry.name)
 
     @contextlib.contextmanager
@@ -364,10 +356,7 @@ class RunFolder:
 
 
 def describe_change(row: Mapping[str, Any]) -> str:
-    """Describe a row of layouts.json in one line.
-
-    The line says which layout became which, from which step, when, by whom and why.
-    """
+    """Describe a row of layouts.json in one line: both layouts, step, time, author and reason."""
     step = "its start" if row.get("step") is None else f"step {row['step']}"
     shapes = f"{row.get('from')} became {row.get('to')} from {step}"
     return f"{shapes} ({row.get('utc')}, {row.get('by')}: {row.get('why')})"
@@ -379,25 +368,18 @@ def to_yaml(values: dict[str, Any]) -> str:
 
 
 def older_folders(own: Path) -> list[Path]:
-    """Return the other folders with the same configuration, beside a resolved run's own.
-
-    They exist because earlier versions computed other IDs.
-    """
+    """Return other folders of the same configuration, to which earlier versions gave other IDs."""
     others = []
     for path in sorted(own.parent.glob(f"{escape(own.name[:-8])}{'[0-9a-f]' * 8}")):
         with contextlib.suppress(ConfigError, OSError):  # not a run, or an unreadable one
             if (
                 path != own
-                and _id_in(path, (path / "run.yaml").stat().st_mtime_ns) == own.name[-8:]
+                and _run_id_at(path, (path / "run.yaml").stat().st_mtime_ns) == own.name[-8:]
             ):
                 others.append(path)
     return others
 
 
-@functools.cache
-def _id_in(path: Path, mtime_ns: int) -> str:
-    """Return the ID of the configuration in a folder.
-
-    It is cached, because each point of a study looks at all the others.
-    """
+@functools.cache  # each point of a study looks at all the others
+def _run_id_at(path: Path, mtime_ns: int) -> str:
     return run_id(RunFolder(path).read_own_spec())

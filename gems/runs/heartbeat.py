@@ -1,8 +1,8 @@
-"""The heartbeat: the action that a rank is in, in a small file that outlives the rank.
+"""The heartbeat: the current action of a rank, in a small file that outlives the rank.
 
-Its times are comparable between the ranks of a run, whose nodes' clocks may differ or be set
-meanwhile: they are of the clock that rank 0 had at the start. Who is no rank must not compare them
-with its own clock, and may see them change.
+Its times are on the clock that rank 0 had at the start, because the clocks of nodes may differ or
+be set during the run. So ranks may compare them with each other; other processes must not compare
+them with their own clock, and can only see them change.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ _clock_ns = time.time_ns() - time.monotonic_ns()
 
 
 def now_ns() -> int:
-    """Return the time since the epoch by the clock that the ranks of a run share."""
+    """Return the time since the epoch on the clock that the ranks of a run share."""
     return time.monotonic_ns() + _clock_ns
 
 
 def set_clock(time_ns: int) -> None:
-    """Set that clock to the time that rank 0 has now."""
+    """Set the shared clock to rank 0's present time."""
     global _clock_ns
     _clock_ns = time_ns - time.monotonic_ns()
 
 
 class Heartbeat:
-    """Marks step and action in a memory-mapped file, so that also a rank killed by SIGKILL leaves its last mark.
+    """A mark of the current step and action in a memory-mapped file, which survives SIGKILL.
 
-    After the mark comes a sign of life, which a thread of its own renews while the process runs,
-    with what the rank waits for. A process that is stopped, or whose interpreter is held, leaves it
-    old.
+    The mark is followed by a sign of life, with the name of what the rank waits for. The watchdog
+    thread renews it, unless the process is stopped or its interpreter is blocked.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,13 +54,13 @@ class Heartbeat:
         self._map[:MARK_BYTES] = text.encode()[:MARK_BYTES].ljust(MARK_BYTES)
 
     def live(self, waits_for: str = "", moved_ns: int = 0) -> None:
-        """Mark that the process runs, what its own thread waits for (nothing while it works), and since when."""
+        """Renew the sign of life, with what the rank waits for (nothing if it works) since when."""
         text = f"{now_ns()} {moved_ns} {waits_for}"
         size = SIZE_BYTES - MARK_BYTES
         self._map[MARK_BYTES:] = text.encode(errors="replace")[:size].ljust(size)
 
     def last(self) -> Beat | None:
-        """Return this rank's own last mark; None where it did not fit."""
+        """Return this rank's last mark, or None if it did not fit."""
         return _parse(self._map[:])
 
     def close(self) -> None:
@@ -72,11 +71,10 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The last mark of a rank: step -1 is outside of training; action "finished" is a clean end.
+    """The last mark of a rank; step -1 is outside training, and "finished" marks a clean end.
 
-    `alive_ns` is its last sign of life, or 0; `waits_for` what it waits for, empty while it works
-    or if that is not known; `moved_ns` when it last began an action, or to wait or to work within
-    one.
+    `alive_ns` is the last sign of life, or 0. `waits_for` is empty if the rank works or if this is
+    unknown. `moved_ns` is the last time at which it began an action, a wait, or work after a wait.
     """
 
     pid: int
@@ -88,9 +86,14 @@ class Beat:
     waits_for: str = ""
     moved_ns: int = 0
 
+    @property
+    def seen_s(self) -> float:
+        """The time of the last mark or sign of life."""
+        return max(self.time_ns, self.alive_ns) / 1e9
+
 
 def read_beat(path: Path) -> Beat | None:
-    """Read the last mark of a rank; None where there is none yet."""
+    """Read the last mark of a rank, or return None if there is none yet."""
     try:
         return _parse(path.read_bytes())
     except FileNotFoundError:
@@ -98,7 +101,7 @@ def read_beat(path: Path) -> Beat | None:
 
 
 def read_beats(run_folder: Path) -> dict[int, Beat]:
-    """Read the last mark of every rank of a run that left a readable one."""
+    """Read the last mark of every rank that left a readable one."""
     beats = {}
     for path in sorted((run_folder / "heartbeat").glob("rank*")):
         with contextlib.suppress(OSError, ValueError):
@@ -116,13 +119,12 @@ def _parse(content: bytes) -> Beat | None:
     life = content[MARK_BYTES:SIZE_BYTES].decode(errors="replace").strip().split(" ", 2)
     begun_ns = int(time_ns)
     alive_ns = 0
-    moved_ns = 0
+    moved_ns = begun_ns
     if len(life) >= 2 and life[0].isdecimal() and life[1].isdecimal():
         alive_ns = int(life[0])
-        moved_ns = int(life[1])
-    # what was said of the mark before this one is over
+        moved_ns = max(begun_ns, int(life[1]))
+    # a sign of life older than the mark describes the action before it
     waits_for = life[2] if len(life) == 3 and alive_ns >= begun_ns else ""
-    moved_ns = max(begun_ns, moved_ns)
     return Beat(
         int(pid), node.decode(), int(step), action.decode(), begun_ns, alive_ns, waits_for, moved_ns
     )

@@ -1,4 +1,4 @@
-"""Runs by their names below a folder of runs."""
+"""Find runs by name in a folder of runs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ RUN_YAML = "run.yaml"
 
 
 def run_name(path: Path) -> str:
-    """Return the name of a run by its folder, whose name ends with the run's id."""
-    name, _, end = path.name.rpartition("-")
-    return name if len(end) == RUN_ID_CHARS else path.name
+    """Return the name of a run: that of its folder without the run's ID."""
+    name, _, run_id = path.name.rpartition("-")
+    return name if len(run_id) == RUN_ID_CHARS else path.name
 
 
 def folders(runs_dir: Path) -> Iterator[Path]:
-    """Yield the folders below `runs_dir`, unordered.
-
-    Those that we may not enter are left out (as by os.path).
+    """Yield the folders in `runs_dir`, unordered, without those that this user may not enter.
 
     Raises:
         ConfigError: `runs_dir` cannot be read.
@@ -42,10 +40,10 @@ def runs_of_name(
     problem: str,
     advice: str,
 ) -> list[Path]:
-    """Return all runs below a folder that have a name, whatever their ids, in order.
+    """Return all runs in a folder that have a name, with any ID, sorted.
 
     Raises:
-        ConfigError: there is none. `problem` describes that; the nearest names are given, or
+        ConfigError: There is none. `problem` describes the error; the nearest names follow, or
             `advice` if there are none.
     """
     entries = sorted(folders(runs_dir))
@@ -59,12 +57,10 @@ def runs_of_name(
 
 
 def find_run(word: str, runs_dir: Path = Path("runs")) -> Path:
-    """Return the folder of one run.
-
-    A path, or the name of a run below `runs_dir`, with or without its ID.
+    """Return the folder of a run, given by its path or its name, with or without its ID.
 
     Raises:
-        ConfigError: there is none, or several have the name.
+        ConfigError: There is no such run, or several have the name.
     """
 
     def is_run(path: Path) -> bool:
@@ -74,8 +70,8 @@ def find_run(word: str, runs_dir: Path = Path("runs")) -> Path:
         if is_run(path):
             return path
     advice = "give the folder of a run, or the name of one below runs/"
-    found = runs_of_name(word, runs_dir, is_run, lambda path: False, "is no run", advice)
-    if len(found) > 1:
-        names = ", ".join(path.name for path in found)
-        raise ConfigError("run", word, f"names {len(found)} runs: {names}", "give one of these")
-    return found[0]
+    runs = runs_of_name(word, runs_dir, is_run, lambda path: False, "is no run", advice)
+    if len(runs) > 1:
+        names = ", ".join(path.name for path in runs)
+        raise ConfigError("run", word, f"names {len(runs)} runs: {names}", "give one of these")
+    return runs[0]

@@ -1,9 +1,9 @@
-"""The owner of a run folder.
+"""The owner of a run folder: the only process or job that may write there.
 
-The one process or job that may write there, on file systems that nodes share too.
-`owners/0001.json`, `0002.json` and so on say who owned the folder, one after another; the last one
-does until it is released or gone. To take the folder is to create the next file, which succeeds for
-one process only. No file is ever removed: of several that find the same owner gone, one follows it.
+`owners/0001.json`, `0002.json` and so on list the successive owners; the last one owns the folder
+until it releases it or ends. A process takes the folder by creating the next file, which succeeds
+for only one process, on shared file systems too. No file is ever removed, so if several processes
+find that the owner has gone, exactly one becomes the next.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from gems.utils.atomic_io import read_json, write_json
 from gems.utils.process_tree import is_alive, start_time
 from gems.utils.units import now_utc
 
-# states that are recorded once no rank is left
+# states that are recorded after all ranks have ended
 ENDED = ("finished", "failed", "cancelled", "stopped")
 SUBMITTING = "submitting"
 # states of a run that has not recorded its end
 UNFINISHED = (SUBMITTING, "submitted", "requeued", "running")
-FRESH_S = 60.0  # NFS shows other nodes what changed in a mapped file after half a minute
-CLOCKS_S = 5.0  # by which clocks of nodes may differ
+FRESH_S = 60.0  # NFS takes half a minute to show changes of a mapped file on other nodes
+CLOCKS_S = 5.0  # the largest difference between the clocks of nodes
 TRIES = 5
-CLUSTER_VARIABLE = "GEMS_JOB_CLUSTER"  # of a job of SLURM's that is on a chosen cluster
-FLUX_VARIABLE = "FLUX_ENCLOSING_ID"  # the job that has the Flux instance of a batch script
+CLUSTER_VARIABLE = "GEMS_JOB_CLUSTER"  # the cluster that a SLURM job was submitted to explicitly
+FLUX_VARIABLE = "FLUX_ENCLOSING_ID"  # the job that runs the Flux instance of a batch script
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A row of a run folder's owners: a job if `job_id` is known, else the process.
+    """An owner of a run folder: the job `job_id`, or if that is None, the process.
 
-    `number` is the file's.
-    `token` names one submission: it is known to the batch system too, which finds the job by it.
+    `number` is that of its file. `token` identifies one submission: the batch system can find the
+    job by it.
     """
 
     number: int
@@ -60,25 +60,27 @@ class Owner:
 
     @property
     def is_alive_here(self) -> bool | None:
-        """Whether its process is alive; None on another host."""
+        """Whether its process is alive, or None if that is on another host."""
         return is_alive_here(asdict(self))
 
     @property
     def is_mine(self) -> bool:
-        """Whether this process is the owner, or in the job that is, in which no other process here has the folder."""
-        is_own = self.is_alive_here and self.pid == os.getpid()
-        if self.job_id is None or self.job_id != own_job_id():
-            return self.job_id is None and bool(is_own)
-        return bool(is_own) or not self.is_alive_here
+        """Whether this process is the owner, or belongs to the job that is.
+
+        In a job, no other process of this node may have the folder.
+        """
+        if self.is_alive_here and self.pid == os.getpid():
+            return self.job_id in (None, own_job_id())
+        return self.job_id is not None and self.job_id == own_job_id() and not self.is_alive_here
 
     def update(self, folder: RunFolder, **changes: Any) -> Owner:
-        """Rewrite the owner's file, which only the owner may."""
-        changed = replace(self, **changes)
-        write_json(_file(folder, self.number), _document(changed))
-        return changed
+        """Rewrite the owner's file; only the owner may do this."""
+        owner = replace(self, **changes)
+        write_json(_file(folder, self.number), _document(owner))
+        return owner
 
     def release(self, folder: RunFolder) -> None:
-        """Give the folder back: whoever wants it next may take it."""
+        """Release the folder, so that others may take it."""
         self.update(folder, is_released=True)
 
 
@@ -86,11 +88,10 @@ Verify = Callable[[RunFolder, Owner], None]
 
 
 def own_job_id() -> str | None:
-    """Return the ID of the job that this process is in, as 41_7@serial in a job array of SLURM's.
+    """Return the ID of this process's job, or None outside a job.
 
-    None outside of one.
-    The cluster is named if the submission has chosen it. A Flux instance may run in a job of
-    another system, and not the other way round.
+    The ID of a task of a SLURM job array, submitted to the cluster `serial`, is 41_7@serial. Flux
+    comes first because a Flux instance may run in a job of another system.
     """
     if flux_id := os.environ.get(FLUX_VARIABLE):
         return ascii_flux_id(flux_id)
@@ -103,31 +104,27 @@ def own_job_id() -> str | None:
 
 
 def ascii_flux_id(text: str) -> str:
-    """Return an ID of Flux's in the form of plain letters.
-
-    Its own begins with the sign of the florin.
-    """
+    """Return a Flux job ID in ASCII, with `f` in place of the florin sign."""
     return re.sub(r"^[^\x00-\x7f]+", "f", text)
 
 
 def is_alive_here(record: Mapping[str, Any]) -> bool | None:
-    """Return whether the process that a record names by pid, start and host is alive.
+    """Return whether the process in a record (pid, start and host) is alive.
 
-    None on another host.
+    Return None if it is on another host.
     """
     if record.get("host") != os.uname().nodename:
         return None
     pid = record.get("pid")
-    started = record.get("pid_started")
     if not isinstance(pid, int) or pid <= 0:
         return False
-    return is_alive(pid, str(started or start_time(pid)))
+    return is_alive(pid, str(record.get("pid_started") or start_time(pid)))
 
 
 def verify_gone(folder: RunFolder, owner: Owner) -> None:
-    """Raise TryLaterError unless the owner's process has ended.
+    """Raise TryLaterError unless the owner has released the folder, or its process has ended.
 
-    Of jobs `jobs.status.job_record` knows more.
+    A job counts as running; `jobs.status.job_record` can ask the batch system.
     """
     if owner.is_released or (owner.job_id is None and owner.is_alive_here is False):
         return
@@ -151,10 +148,10 @@ def in_use(folder: RunFolder, why: str, advice: str) -> TryLaterError:
 
 
 def read_owner(folder: RunFolder) -> Owner | None:
-    """Return the last owner of a folder, released or not; None if it had none.
+    """Return the last owner of a folder, released or not, or None if it never had one.
 
-    A folder of an earlier version has its owner in status.json alone. Of a file that is not
-    readable nothing is known.
+    Earlier versions recorded the owner only in status.json. Of an unreadable file only the number
+    is known.
     """
     number = max(
         (int(path.stem) for path in (folder.path / "owners").glob("[0-9]*.json")), default=0
@@ -173,75 +170,85 @@ def check_free(folder: RunFolder, verify: Verify = verify_gone) -> Owner | None:
     """Return the last owner of a folder that this process may take.
 
     Raises:
-        TryLaterError: its owner is not proven gone, or its ranks show signs of life, whatever is
-        said of their job.
+        TryLaterError: The owner may not have ended, or ranks show signs of life, even if their job
+            is said to have ended.
     """
     owner = read_owner(folder)
-    if owner is None or not owner.is_mine:
-        if owner is not None:
-            verify(folder, owner)
-        if (beat := _sign_of_life(folder)) is not None:
-            age_s = max(0.0, time.time() - _seen_ns(beat) / 1e9)
-            why = (
-                f"process {beat.pid} on {beat.node} was at work there {age_s:.0f} s ago, whatever"
-                " is known of its job"
-            )
-            raise in_use(
-                folder,
-                why,
-                f"wait for its end; it counts as gone after {FRESH_S:.0f} s without a sign",
-            )
+    if owner is not None and owner.is_mine:
+        return owner
+    if owner is not None:
+        verify(folder, owner)
+    if (beat := _sign_of_life(folder)) is not None:
+        age_s = max(0.0, time.time() - beat.seen_s)
+        raise in_use(
+            folder,
+            f"process {beat.pid} on {beat.node} was at work there {age_s:.0f} s ago, whatever"
+            " is known of its job",
+            f"wait for its end; it counts as gone after {FRESH_S:.0f} s without a sign",
+        )
     return owner
 
 
 def take(
     folder: RunFolder, verify: Verify = verify_gone, *, token: str = "", job_id: str | None = None
 ) -> Owner:
-    """Make this process, or the job `job_id`, the owner of a folder, which is made if it is missing.
+    """Make this process, or the job `job_id`, the owner of a folder; create it if it is missing.
 
-    A run whose owner has gone without recording its end is marked as failed.
+    Mark the run as failed if its owner ended without recording the end.
 
     Raises:
-        TryLaterError: as `check_free`, or others take it at this moment.
-        ConfigError: one cannot write there.
+        TryLaterError: As in `check_free`, or other processes take the folder at this moment.
+        ConfigError: The folder cannot be written.
     """
     pid = os.getpid()
-    made = Owner(
+    owner = Owner(
         0, token or new_token(), os.uname().nodename, pid, start_time(pid), job_id, now_utc()
     )
     for _ in range(TRIES):
         before = check_free(folder, verify)
-        made = replace(made, number=1 if before is None else before.number + 1)
+        owner = replace(owner, number=1 if before is None else before.number + 1)
         try:
-            is_ours = _create(_file(folder, made.number), made)
+            is_ours = _create(_file(folder, owner.number), owner)
         except OSError as error:
-            text = f"cannot write there ({error.strerror}: {error.filename})"
-            raise ConfigError(
-                "runs_dir", folder.path.parent, text, "give runs_dir= a folder of yours"
-            ) from error
+            raise not_writable(folder.path.parent, error) from error
         if is_ours:
             if before is not None and not before.is_released and not before.is_mine:
                 _record_loss(folder, before)
-            return made
+            return owner
     raise in_use(folder, "several processes take it at this moment", "try again")
 
 
 def hold(folder: RunFolder) -> None:
-    """Make this process, with the job that it is in, the owner unless it is; raises as `take`."""
-    owner = read_owner(folder)
-    if owner is None or not owner.token or owner.is_released or not owner.is_mine:
+    """Make this process, with its job, the owner unless it already is; raise as `take` does."""
+    if _own_row(folder) is None:
         take(folder, job_id=own_job_id())
 
 
 def release(folder: RunFolder) -> None:
-    """Give back a folder if this process owns it."""
-    owner = read_owner(folder)
-    if owner is not None and owner.token and not owner.is_released and owner.is_mine:
+    """Release a folder if this process owns it."""
+    owner = _own_row(folder)
+    if owner is not None:
         owner.release(folder)
 
 
+def _own_row(folder: RunFolder) -> Owner | None:
+    owner = read_owner(folder)
+    is_held = owner is not None and owner.token and not owner.is_released and owner.is_mine
+    return owner if is_held else None
+
+
+def not_writable(runs_dir: Path | str, error: OSError) -> ConfigError:
+    """Return the error for a folder of runs that this user cannot write to."""
+    return ConfigError(
+        "runs_dir",
+        runs_dir,
+        f"cannot write there ({error.strerror}: {error.filename})",
+        "give runs_dir= a folder of yours",
+    )
+
+
 def new_token() -> str:
-    """Return a name that nothing else has."""
+    """Return a random name for a submission."""
     return secrets.token_hex(8)
 
 
@@ -254,9 +261,9 @@ def _document(owner: Owner) -> dict[str, Any]:
 
 
 def _create(path: Path, owner: Owner) -> bool:
-    """Create a file that appears complete, and return whether this call did.
+    """Create a complete file atomically, and return whether this call did.
 
-    NFS has link for that, and no locks.
+    A hard link does this on NFS too, which may have no locks.
     """
     text = json.dumps(_document(owner), indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -265,7 +272,7 @@ def _create(path: Path, owner: Owner) -> bool:
     try:
         os.link(partial, path)
     except FileExistsError:
-        return partial.stat().st_nlink == 2  # NFS repeats a call whose answer was lost
+        return partial.stat().st_nlink == 2  # NFS repeats a call if its reply was lost
     except OSError as error:
         if error.errno not in NO_LINKS:
             raise
@@ -280,11 +287,11 @@ def _create(path: Path, owner: Owner) -> bool:
 
 
 def _recorded_owner(folder: RunFolder, number: int) -> Owner | None:
-    """Return the owner by status.json, which is all that earlier versions wrote."""
+    """Return the owner in status.json, where earlier versions recorded it."""
     try:
         status = folder.read_status()
     except (ConfigError, OSError):
-        return None  # the preparation of the folder reports what is wrong with it
+        return None  # the preparation of the folder reports the fault
     state = status.get("state")
     job_id = status.get("job_id")
     pid = status.get("pid")
@@ -313,30 +320,23 @@ def _record_loss(folder: RunFolder, owner: Owner) -> None:
 
 
 def _sign_of_life(folder: RunFolder) -> Beat | None:
-    """Return the mark of a rank that may be alive.
+    """Return the mark of a rank that may be alive, except of this process.
 
-    Fresh, later than the recorded end, and of no process that ended.
+    The mark is fresh and later than the recorded end, and its process is not known to have ended.
     """
     status: dict[str, Any] = {}
-    # the preparation of the folder reports what is wrong with it
+    # the preparation of the folder reports the fault
     with contextlib.suppress(OSError):
         status = folder.read_status()
-    ended_s = 0.0
+    oldest_s = time.time() - FRESH_S
     if status.get("state") in ENDED:
         ended_s = datetime.fromisoformat(str(status["updated_utc"])).timestamp() + CLOCKS_S
+        oldest_s = max(oldest_s, ended_s)
     for beat in read_beats(folder.path).values():
-        seen_s = _seen_ns(beat) / 1e9
-        is_dead = beat.node == os.uname().nodename and not is_alive(beat.pid, start_time(beat.pid))
-        is_own = beat.pid == os.getpid() and beat.node == os.uname().nodename
-        if (
-            beat.action != FINISHED
-            and seen_s > max(time.time() - FRESH_S, ended_s)
-            and not is_dead
-            and not is_own
-        ):
+        is_here = beat.node == os.uname().nodename
+        is_gone = is_here and (
+            beat.pid == os.getpid() or not is_alive(beat.pid, start_time(beat.pid))
+        )
+        if beat.action != FINISHED and beat.seen_s > oldest_s and not is_gone:
             return beat
     return None
-
-
-def _seen_ns(beat: Beat) -> int:
-    return max(beat.time_ns, beat.alive_ns)

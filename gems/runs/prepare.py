@@ -1,4 +1,4 @@
-"""Preparation: a resolved run becomes a run folder with all that its ranks read."""
+"""Prepare a resolved run: write the run folder that its ranks read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gems.profile.exactness import check_exact
 from gems.profile.subject import Subject
 from gems.runs.code_archive import hash_of
 from gems.runs.folder import RunFolder, older_folders, to_yaml
-from gems.runs.owner import check_free
+from gems.runs.owner import check_free, not_writable
 from gems.runs.provenance import share_bundle, write_bundle
 from gems.utils.atomic_io import atomic_write, write_json
 
@@ -31,17 +31,16 @@ def prepare(
     own: Callable[[RunFolder], object] = check_free,
     like: RunFolder | None = None,
 ) -> RunFolder:
-    """Make the folder of a resolved run and write what its ranks read.
+    """Create the folder of a resolved run: configuration, schedule, partition and memory plan.
 
-    Configuration, schedule, partition, memory plan.
-    A folder that already holds this configuration is used again: what the earlier attempt left
-    moves to attempts/<number>/, so nothing recorded is lost. `own` is called before anything is
-    written: it makes the caller the owner of the folder, or checks that nobody is. `like` is a run
-    just prepared, whose code is taken for this one.
+    A folder with the same configuration is used again; the files of the earlier attempt move to
+    attempts/<number>/. `own` is called before anything is written: it makes the caller the owner of
+    the folder, or checks that it has no owner. The code snapshot of `like`, a run just prepared, is
+    shared instead of taken again.
 
     Raises:
-        ConfigError: no permission, another configuration in the folder, another owner of it, a
-            schedule that cannot be made or does not suit the model, or data that cannot be read or
+        ConfigError: No permission, another configuration in the folder, another owner of it, a
+            schedule that cannot be built or does not suit the model, or data that cannot be read or
             have no labels.
     """
     if needs_labels and not find_source(spec.data).labelled:
@@ -66,21 +65,16 @@ def prepare(
         split_by = plan.schedule.name if plan.schedule.has_split_backward else None
         check_exact(Subject.of(plan.spec), split_by)
     try:
-        check_folder(folder, spec)
+        check_folder(folder, run_id(spec), spec.train.resume)
         own(folder)
         _write(folder, plan, like)
     except OSError as error:
-        raise ConfigError(
-            "runs_dir",
-            spec.runs_dir,
-            f"cannot write there ({error.strerror}: {error.filename})",
-            "give runs_dir= a folder of yours",
-        ) from error
+        raise not_writable(spec.runs_dir, error) from error
     return folder
 
 
 def _write(folder: RunFolder, plan: Plan, like: RunFolder | None) -> None:
-    """Write the files of a run; archive those of an earlier attempt."""
+    """Archive the files of an earlier attempt, and write those of the run."""
     folder.path.mkdir(parents=True, exist_ok=True)
     if folder.run_yaml.exists():
         folder.archive(also=[folder.checkpoints] if folder.result_json.exists() else [])
@@ -98,16 +92,16 @@ def _write(folder: RunFolder, plan: Plan, like: RunFolder | None) -> None:
 
 
 def change_layout(folder: RunFolder, plan: Plan, why: str, by: str, step: int | None) -> None:
-    """Let a prepared run go on by another plan of the same steps.
+    """Continue a prepared run with another plan of the same steps.
 
-    Its files are written first, then it is recorded.
-    `step` is that of the checkpoint from which it goes on, if there is one.
+    `step` is that of the checkpoint from which it continues, if any. The files of the plan are
+    written before the change is recorded.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: The folder cannot be written.
     """
-    taken = [int(path.name) for path in (folder.path / "layouts").glob("[0-9]*")]
-    number = 1 + max(taken, default=1)
+    numbers = [int(path.name) for path in (folder.path / "layouts").glob("[0-9]*")]
+    number = 1 + max(numbers, default=1)
     target = RunFolder(folder.path / "layouts" / f"{number:04d}")
     target.path.mkdir(parents=True)
     _write_plan(target, plan)
@@ -116,13 +110,13 @@ def change_layout(folder: RunFolder, plan: Plan, why: str, by: str, step: int | 
 
 
 def _write_plan(folder: RunFolder, plan: Plan) -> None:
-    """Write the configuration of a plan and what ranks read beside it."""
+    """Write the configuration of a plan and the other files that ranks read."""
     with atomic_write(folder.run_yaml) as partial:
         partial.write_text(to_yaml(plan.spec.to_dict()))
     if plan.costs != plan.spec.cost:
         write_json(folder.costs_json, asdict(plan.costs), indent=None)
     folder.write_schedule(plan.schedule)
-    # of layers as they are, and compiled ones keep other tensors
+    # the prediction is for eager layers; compiled ones save other tensors
     peaks = None if plan.spec.train.compile else plan.peak_bytes
     folder.write_boundaries(plan.boundaries, peaks)
     if plan.profile is not None:
@@ -133,21 +127,21 @@ def _write_plan(folder: RunFolder, plan: Plan) -> None:
         )
 
 
-def check_folder(folder: RunFolder, spec: RunSpec) -> None:
-    """Check that a run can use its folder.
+def check_folder(folder: RunFolder, own_id: str, resume: str) -> None:
+    """Check that the run `own_id`, with this `train.resume`, can use its folder.
 
     Raises:
-        ConfigError: another configuration is in it, or a checkpoint of another version's schema.
+        ConfigError: The folder has another configuration, or a checkpoint of another version.
     """
     if not folder.run_yaml.exists():
         return
-    held = run_id(folder.read_own_spec())
-    if held != run_id(spec):
+    present_id = run_id(folder.read_own_spec())
+    if present_id != own_id:
         raise ConfigError(
             "run folder",
             folder.path,
-            f"holds another configuration ({held}, not {run_id(spec)})",
+            f"holds another configuration ({present_id}, not {own_id})",
             "choose another name= or runs_dir=, or move that folder away",
         )
-    if spec.train.resume != RESUME_NEVER and not folder.result_json.exists():
-        check_schema("train.resume", spec.train.resume, folder.path)
+    if resume != RESUME_NEVER and not folder.result_json.exists():
+        check_schema("train.resume", resume, folder.path)

@@ -12,7 +12,6 @@ import platform
 import re
 import subprocess
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from gems.runs.code_archive import CODE_ZIP, PACKAGES, code_root, hash_of, share
 from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import read_json, write_json
 from gems.utils.targets import source_of, sources_of
+from gems.utils.units import now_utc
 
 CODE_DIFF = "code.diff"
 PACKAGES_TXT = "packages.txt"
@@ -46,7 +46,7 @@ def write_bundle(folder: Path, spec: RunSpec) -> dict[str, Any]:
     archive, unless they are installed.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: The folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     own = {
@@ -62,7 +62,7 @@ def write_bundle(folder: Path, spec: RunSpec) -> dict[str, Any]:
         "git_commit": commit(code_root()),
         "code_blake2b": code_hash,
         "is_code_changed": None if diff is None else bool(diff),
-        "prepared_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "prepared_utc": now_utc(),
     }
     if spec.model.target is not None:
         summary["model_code_sha256"] = source_of(spec.model.target, spec.model.path)
@@ -82,7 +82,7 @@ def share_bundle(folder: RunFolder, like: RunFolder) -> dict[str, Any]:
 
 
 def check_code(folder: Path, summary: dict[str, Any]) -> str | None:
-    """Compare the archive in a bundle with its summary, and return what is wrong, or None."""
+    """Compare the archive in a bundle with its summary, and return the fault, or None."""
     expected = summary.get("code_blake2b")
     try:
         actual = hash_of(folder / CODE_ZIP)
@@ -97,10 +97,7 @@ def check_code(folder: Path, summary: dict[str, Any]) -> str | None:
 
 
 def check_run_yaml(run_yaml: Path, summary: dict[str, Any]) -> str | None:
-    """Compare the ranks' configuration with the summary of a bundle.
-
-    Return what is wrong, or None.
-    """
+    """Compare the ranks' configuration with the summary of a bundle; return the fault, or None."""
     expected = summary.get("run_yaml_blake2b")
     if expected is None or hash_of(run_yaml) == expected:
         return None
@@ -126,15 +123,8 @@ def code_diff(root: Path) -> bytes | None:
     MAX_DIFF_BYTES; then its last line says so.
     """
     diff = _git(root, "diff", "--no-color", "--no-ext-diff", "--binary", "HEAD", "--", *PACKAGES)
-    new = _git(
-        root,
-        "ls-files",
-        "-z",
-        "--others",
-        "--exclude-standard",
-        "--",
-        *(f"{name}/*.py" for name in PACKAGES),
-    )
+    patterns = (f"{name}/*.py" for name in PACKAGES)
+    new = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *patterns)
     if diff is None or new is None:
         return None
     for name in filter(None, new.decode(errors="surrogateescape").split("\0")):
@@ -168,8 +158,8 @@ def _git(root: Path, *words: str, fine: tuple[int, ...] = (0,)) -> bytes | None:
 def packages() -> str:
     """Return the installed packages with their versions, one per line, as a requirements file."""
     known = (
-        (each.metadata["Name"], each.metadata["Version"])
-        for each in importlib.metadata.distributions()
+        (package.metadata["Name"], package.metadata["Version"])
+        for package in importlib.metadata.distributions()
     )
     return "".join(
         sorted(
@@ -179,10 +169,7 @@ def packages() -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Return this process's interpreter, node, loaded modules and relevant variables.
-
-    Secrets are left out.
-    """
+    """Return this process's interpreter, node, loaded modules and relevant variables, no secrets."""
     modules = os.environ.get("LOADEDMODULES", "")
     return {
         "hostname": os.uname().nodename,

@@ -1,4 +1,4 @@
-"""Write the trace that a run would leave, from a simulation of it.
+"""Simulate a run and write its trace.
 
 This is the program of a simulated run: `python -m gems.runs.simulated_run RUN_FOLDER`.
 """
@@ -16,7 +16,7 @@ import numpy as np
 
 from gems import __version__
 from gems.config.resolve import run_id
-from gems.config.schema import RunSpec
+from gems.config.schema import MachineConfig, RunSpec
 from gems.errors import ConfigError, GemsError
 from gems.memory.case import PlanOutcome
 from gems.runs.folder import RunFolder
@@ -50,7 +50,7 @@ _INPUT = KINDS.index("INPUT")
 
 
 def main(argv: list[str]) -> int:
-    """Simulate a prepared run; an error of ours is one line on stderr."""
+    """Simulate a prepared run; print an error of this toolkit as one line on stderr."""
     if len(argv) != 1:
         print("usage: python -m gems.runs.simulated_run RUN_FOLDER", file=sys.stderr)
         return 2
@@ -74,34 +74,34 @@ def main(argv: list[str]) -> int:
 
 
 def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
-    """Build the trace of a simulated run: one step is simulated, and repeated.
+    """Simulate one step, and build the trace of a run that repeats it.
 
-    With machine.noise steps differ: `MAX_NOISY_STEPS` of them are drawn, and repeated after that.
-    Replicas are alike, so the events are those of replica 0; the root attribute
-    `identical_replicas` is the number that it stands for. Of a very long run fewer steps are
-    written. Bytes on the device are activations and the buffers of messages; parameters are in the
-    attribute `param_bytes`, a rank's.
+    With machine.noise, up to `MAX_NOISY_STEPS` different steps are drawn before they repeat. All
+    replicas are equal, so the events are those of replica 0, and the root attribute
+    `identical_replicas` counts the replicas. A very long run is cut to `MAX_EVENTS`. Device bytes
+    are activations and message buffers; the attribute `param_bytes` has the parameters of each
+    rank.
 
     Raises:
-        ScheduleError: the schedule would not run.
+        ScheduleError: The schedule would not run.
     """
-    kept = RunCosts.of(spec).kept(schedule)
+    outcome = RunCosts.of(spec).kept(schedule)
     cost = spec.cost
     most = MAX_EVENTS // max(1, sum(map(len, schedule.rank_schedules)))
     num_steps = min(spec.train.steps, max(spec.benchmark.skip_steps + 1, most))
     noise = spec.machine.noise
     drawn = (
-        noisy_steps(kept, noise, spec.seed, min(num_steps, MAX_NOISY_STEPS))
+        noisy_steps(outcome, noise, spec.seed, min(num_steps, MAX_NOISY_STEPS))
         if noise
-        else [kept.simulation]
+        else [outcome.simulation]
     )
     memory = [
-        memory_over_time(schedule, kept.costs, step, cost.activation_bytes, cost.param_bytes)
+        memory_over_time(schedule, outcome.costs, step, cost.activation_bytes, cost.param_bytes)
         for step in drawn
     ]
     events = [
-        _events(kept, step, held, cost.activation_bytes)
-        for step, held in zip(drawn, memory, strict=True)
+        _events(outcome, step, rank_memory, cost.activation_bytes)
+        for step, rank_memory in zip(drawn, memory, strict=True)
     ]
     spans_ns = [round(drawn[k % len(drawn)].span * 1e9) for k in range(num_steps)]
     starts_ns = [0, *accumulate(spans_ns)]
@@ -110,8 +110,18 @@ def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
         for k, start in enumerate(starts_ns[:-1])
     ]
     step_rows = partial(_step_rows, spec.parallel.global_batch, spec.benchmark.skip_steps)
+    replicas = spec.parallel.replicas
+    is_in_units = counts_units(cost, spec.memory, spec.machine)
     trace = Trace(
-        attributes=_attributes(spec, memory),
+        attributes=root_attributes(
+            "simulated",
+            run_id(spec),
+            spec.world_size,
+            identical_replicas=replicas,
+            steps_asked=spec.train.steps,
+            **({TIME_UNIT: "unit"} if is_in_units else {}),
+            **_attributes(spec.machine, replicas, memory),
+        ),
         events=_all_steps(events, starts_ns[:-1]),
         steps=step_rows("steps", starts_ns[:-1], starts_ns[1:]),
         rank_steps=np.concatenate(
@@ -126,33 +136,27 @@ def simulated_trace(spec: RunSpec, schedule: Schedule) -> Trace:
     return trace
 
 
-def _attributes(spec: RunSpec, memory: list[tuple[RankMemory, ...]]) -> dict[str, object]:
-    """Return the root attributes, with the bytes of each rank over all drawn steps."""
-    replicas = spec.parallel.replicas
-    machine = spec.machine
-    known = {  # of the machine, and of how far predictions with it were off
+def _attributes(
+    machine: MachineConfig, replicas: int, memory: list[tuple[RankMemory, ...]]
+) -> dict[str, object]:
+    """Return root attributes of the machine, and the peak bytes of each rank over all steps."""
+    known = {
         "calibrated_from": machine.calibrated_from,
         "held_out_error": machine.held_out_error,
         "noise": machine.noise or None,
-        TIME_UNIT: "unit" if counts_units(spec.cost, spec.memory, machine) else None,
     }
     peaks = [
-        round(max(rank.peak - rank.parameters for rank in each))
-        for each in zip(*memory, strict=True)
+        round(max(step.peak - step.parameters for step in steps))
+        for steps in zip(*memory, strict=True)
     ]
-    return root_attributes(
-        "simulated",
-        run_id(spec),
-        spec.world_size,
-        device="simulated",
-        clock="simulated",
-        versions=[f"gems {__version__}", f"numpy {np.__version__}"],
-        identical_replicas=replicas,
-        param_bytes=[round(rank.parameters) for rank in memory[0]] * replicas,
-        peak_allocated_bytes=peaks * replicas,
-        steps_asked=spec.train.steps,
+    return {
+        "device": "simulated",
+        "clock": "simulated",
+        "versions": [f"gems {__version__}", f"numpy {np.__version__}"],
+        "param_bytes": [round(rank.parameters) for rank in memory[0]] * replicas,
+        "peak_allocated_bytes": peaks * replicas,
         **{name: value for name, value in known.items() if value is not None},
-    )
+    }
 
 
 def _step_rows(
@@ -163,7 +167,7 @@ def _step_rows(
     ends_ns: Sequence[int],
     rank: int = 0,
 ) -> np.ndarray:
-    """Return a row for each step of a run that trains nothing."""
+    """Return a row for each step, without loss, gradients and learning rate."""
     rows = np.zeros(len(starts_ns), DTYPES[table])
     if table == "rank_steps":
         rows["rank"] = rank
@@ -180,12 +184,12 @@ def _step_rows(
 
 
 def _events(
-    kept: PlanOutcome, step: Simulation, memory: tuple[RankMemory, ...], activation_bytes: int
+    outcome: PlanOutcome, step: Simulation, memory: tuple[RankMemory, ...], activation_bytes: int
 ) -> np.ndarray:
     """Return the events of one step of replica 0, sorted by (rank, start_ns)."""
-    schedule = kept.schedule
-    costs = kept.costs
-    pace = kept.paces[0]
+    schedule = outcome.schedule
+    costs = outcome.costs
+    pace = outcome.paces[0]
     rows = []
     for rank, actions in enumerate(schedule.rank_schedules):
         inputs_ready = pace.inputs_ready(schedule, rank)
@@ -194,7 +198,7 @@ def _events(
             kind, stage, micro_batch, direction, segment = action
             ready = inputs_ready.get(action, 0.0)
             if ready > free:
-                held = memory[rank].at(ready)
+                resident = memory[rank].at(ready)
                 rows.append(
                     (
                         rank,
@@ -208,12 +212,12 @@ def _events(
                         round(free * 1e9),
                         round(ready * 1e9),
                         0,
-                        round(held.device),
-                        round(held.host),
+                        round(resident.device),
+                        round(resident.host),
                     )
                 )
             free = end if kind in BLOCKING_KINDS else free
-            held = memory[rank].at(end)
+            resident = memory[rank].at(end)
             moved_bytes = 0.0
             if kind in SEND_KINDS | RECV_KINDS:
                 moved_bytes = costs.boundary_bytes[boundary_of(action)]
@@ -232,8 +236,8 @@ def _events(
                     round(start * 1e9),
                     round(end * 1e9),
                     round(moved_bytes),
-                    round(held.device),
-                    round(held.host),
+                    round(resident.device),
+                    round(resident.host),
                 )
             )
     events = np.array(rows, DTYPES["events"])
@@ -245,17 +249,17 @@ def _all_steps(events: list[np.ndarray], starts_ns: list[int]) -> np.ndarray:
     """Return the events of all steps, sorted by (rank, start_ns); drawn steps repeat."""
     steps = [events[k % len(events)] for k in range(len(starts_ns))]
     lengths = list(map(len, steps))
-    made = np.concatenate(steps)
+    repeated = np.concatenate(steps)
     starts = np.repeat(np.array(starts_ns), lengths)
-    made["step"] = np.repeat(np.arange(len(starts_ns)), lengths)
-    made["start_ns"] += starts
-    made["end_ns"] += starts
-    sorted_events: np.ndarray = made[np.argsort(made["rank"], kind="stable")]
+    repeated["step"] = np.repeat(np.arange(len(starts_ns)), lengths)
+    repeated["start_ns"] += starts
+    repeated["end_ns"] += starts
+    sorted_events: np.ndarray = repeated[np.argsort(repeated["rank"], kind="stable")]
     return sorted_events
 
 
 def _result(trace: Trace) -> dict[str, object]:
-    """Return what rank 0 of a real run would know, and the median time of a step."""
+    """Return the results that rank 0 of a real run reports, and the median time of a step."""
     counted = trace.steps[trace.steps["is_warmup"] == 0]
     step_s = float(np.median(counted["end_ns"] - counted["start_ns"])) * 1e-9
     return {

@@ -1,4 +1,4 @@
-"""Who waits for whom: find the ranks that hold up all others, from heartbeats and schedule."""
+"""The graph of waiting ranks: find those that block all others, from heartbeats and schedule."""
 
 from __future__ import annotations
 
@@ -58,10 +58,7 @@ class RankState:
 
 
 class WaitGraph:
-    """The ranks of a run at one moment.
-
-    It reads only those of `beats` that a question needs.
-    """
+    """The ranks of a run at one moment; only the necessary entries of `beats` are read."""
 
     def __init__(
         self,
@@ -80,7 +77,7 @@ class WaitGraph:
         """Return the activity of a rank.
 
         Raises:
-            KeyError: the rank has left no mark.
+            KeyError: The rank has left no mark.
         """
         beat = self._beats[rank]
         state = self._state(rank)
@@ -127,10 +124,7 @@ class WaitGraph:
         )
 
     def _guess(self, rank: int) -> str:
-        """Return what a rank must be waiting for if its heartbeat does not say.
-
-        Return an empty text if it need not wait.
-        """
+        """Infer from the schedule what a rank waits for, or return "" if it need not wait."""
         action = parse_action(self._beats[rank].action)
         if action is None or action not in self._indices(rank):
             return ""
@@ -185,7 +179,7 @@ class WaitGraph:
 
     def _without_receive(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that are silent or have not posted a receive of this rank's messages."""
-        found: dict[int, None] = {}
+        late: dict[int, None] = {}
         for action in self._indices(rank):
             if action.kind in SEND_KINDS and (other := self._peer(rank, action)) in self._beats:
                 index = self._indices(other).get(partner_of(action), -1)
@@ -193,8 +187,8 @@ class WaitGraph:
                     self._beats[rank].step,
                     index,
                 ):
-                    found[other] = None
-        return tuple(found)
+                    late[other] = None
+        return tuple(late)
 
     def _peer(self, rank: int, transfer: Action) -> int:
         """Return the world rank at the other end of a transfer."""
@@ -230,12 +224,11 @@ def parse_action(mark: str) -> Action | None:
 
 @dataclass(frozen=True, slots=True)
 class WaitingChain:
-    """The result of a search for who waits for whom.
+    """The ranks that cause a wait, and the states of all ranks.
 
-    `roots` are the ranks that hold up others and wait for nobody, the likeliest first. Silent ranks
-    come before ranks that work, and among equals the rank that has been longest in one action comes
-    first. `cycle` holds ranks that wait for each other in a ring, if nobody else holds them up.
-    `states` are the states of all ranks.
+    `roots` are the ranks that hold up others and wait for nobody, the likeliest cause first: silent
+    ranks come before ranks that work, and among equals the one that has been in its action longest.
+    `cycle` lists ranks that wait for each other in a ring, if nobody else holds them up.
     """
 
     states: Mapping[int, RankState]
@@ -299,7 +292,7 @@ def waiting_chain(
     now_ns: int | None = None,
     silent_after_s: float = SILENT_AFTER_S,
 ) -> WaitingChain:
-    """Find who waits for whom, from each rank's last mark.
+    """Find the ranks that hold up others, from each rank's last mark.
 
     `beats` is indexed by world rank, pipeline by pipeline. `now_ns` is the wall clock, by default
     the last mark or sign of life of any rank. A rank is silent if it has given no sign of life for

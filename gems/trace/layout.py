@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from gems.utils.units import now_utc
 
 if TYPE_CHECKING:
     from gems.schedule.schedule import Schedule
@@ -41,11 +43,29 @@ KINDS = (
     "START_REDUCE",
 )
 STREAMS = ("compute", "link", "copy_out", "copy_in")
+_STEP = ("step", "i4", "1", "optimizer step")
+_RANK = ("rank", "i4", "1", "world rank")
+_IMAGES = ("images", "i8", "1", "images of all directions and replicas")
+_IS_WARMUP = ("is_warmup", "i1", "1", "1 for a step left out of figures")
+_RECIPE = (
+    (
+        "grad_norm",
+        "f8",
+        "1",
+        "norm of the gradient over all stages, before clipping; NaN if nothing needs it",
+    ),
+    (
+        "learning_rate",
+        "f8",
+        "1",
+        "largest learning rate of the parameter groups; NaN if nothing is trained",
+    ),
+)
 
 COLUMNS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
     "events": (
-        ("rank", "i4", "1", "world rank"),
-        ("step", "i4", "1", "optimizer step"),
+        _RANK,
+        _STEP,
         ("kind", "i2", "1", "action kind, index into the attribute kinds"),
         ("stage", "i4", "1", "stage, -1 for none"),
         ("segment", "i4", "1", "segment of the stage, -1 for the whole"),
@@ -64,51 +84,29 @@ COLUMNS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("host_bytes", "i8", "byte", "bytes held in host memory when the action ended"),
     ),
     "steps": (
-        ("step", "i4", "1", "optimizer step"),
+        _STEP,
         ("start_ns", "i8", "ns", "first rank's begin"),
         ("end_ns", "i8", "ns", "last rank's end"),
-        ("images", "i8", "1", "images of all directions and replicas"),
+        _IMAGES,
         ("loss", "f8", "1", "mean training loss over all images of the step"),
-        ("is_warmup", "i1", "1", "1 for a step left out of figures"),
+        _IS_WARMUP,
         ("attempt", "i4", "1", "attempt that ran the step, from 1"),
-        (
-            "grad_norm",
-            "f8",
-            "1",
-            "norm of the gradient over all stages, before clipping; NaN if nothing needs it",
-        ),
-        (
-            "learning_rate",
-            "f8",
-            "1",
-            "largest learning rate of the parameter groups; NaN if nothing is trained",
-        ),
+        *_RECIPE,
     ),
     "rank_steps": (
-        ("rank", "i4", "1", "world rank"),
-        ("step", "i4", "1", "optimizer step"),
+        _RANK,
+        _STEP,
         ("start_ns", "i8", "ns", "begin on this rank"),
         ("end_ns", "i8", "ns", "end on this rank"),
-        ("images", "i8", "1", "images of all directions and replicas"),
+        _IMAGES,
         (
             "loss",
             "f8",
             "1",
             "mean training loss of the step, where this rank knows it; NaN elsewhere",
         ),
-        ("is_warmup", "i1", "1", "1 for a step left out of figures"),
-        (
-            "grad_norm",
-            "f8",
-            "1",
-            "norm of the gradient over all stages, before clipping; NaN if nothing needs it",
-        ),
-        (
-            "learning_rate",
-            "f8",
-            "1",
-            "largest learning rate of the parameter groups; NaN if nothing is trained",
-        ),
+        _IS_WARMUP,
+        *_RECIPE,
     ),
     "validations": (
         ("step", "i4", "1", "optimizer steps done"),
@@ -116,7 +114,7 @@ COLUMNS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
         ("value", "f8", "1", "its value on the validation split"),
     ),
     "samples": (
-        ("rank", "i4", "1", "world rank"),
+        _RANK,
         ("t_ns", "i8", "ns", "time on rank 0's clock"),
         (
             "device_bytes",
@@ -132,11 +130,7 @@ COLUMNS: dict[str, tuple[tuple[str, str, str, str], ...]] = {
 # defaults of columns that files of an earlier minor version lack
 DEFAULTS: dict[tuple[str, str], float] = {
     ("steps", "attempt"): 1,
-    **{
-        (table, column): math.nan
-        for table in ("steps", "rank_steps")
-        for column in ("grad_norm", "learning_rate")
-    },
+    **{(table, column): math.nan for table in ("steps", "rank_steps") for column, *_ in _RECIPE},
 }
 LATER_TABLES = ("validations",)  # files of an earlier minor version lack these
 DTYPES = {
@@ -155,6 +149,9 @@ class LayerTimes:
     weight_grad_s: tuple[float, ...]
 
 
+_EMPTY = {name: partial(np.empty, 0, dtype) for name, dtype in DTYPES.items()}
+
+
 @dataclass(slots=True)
 class Trace:
     """A trace in memory: the tables of `COLUMNS` as structured arrays, root attributes and texts.
@@ -164,11 +161,11 @@ class Trace:
     """
 
     attributes: dict[str, Any]
-    events: np.ndarray = field(default_factory=lambda: np.empty(0, DTYPES["events"]))
-    steps: np.ndarray = field(default_factory=lambda: np.empty(0, DTYPES["steps"]))
-    rank_steps: np.ndarray = field(default_factory=lambda: np.empty(0, DTYPES["rank_steps"]))
-    validations: np.ndarray = field(default_factory=lambda: np.empty(0, DTYPES["validations"]))
-    samples: np.ndarray = field(default_factory=lambda: np.empty(0, DTYPES["samples"]))
+    events: np.ndarray = field(default_factory=_EMPTY["events"])
+    steps: np.ndarray = field(default_factory=_EMPTY["steps"])
+    rank_steps: np.ndarray = field(default_factory=_EMPTY["rank_steps"])
+    validations: np.ndarray = field(default_factory=_EMPTY["validations"])
+    samples: np.ndarray = field(default_factory=_EMPTY["samples"])
     run_yaml: str = ""
     schedule_rows: tuple[str, ...] = ()
     schedule_sha256: str = ""
@@ -177,7 +174,7 @@ class Trace:
     layer_times: LayerTimes | None = None
 
     def record(self, schedule: Schedule) -> None:
-        """Take up a pipeline's schedule, and for a graph of stages which of them each reads."""
+        """Store a pipeline's schedule, and the predecessors of each stage unless it is a chain."""
         self.schedule_rows = tuple(" ".join(map(str, row)) for row in schedule.rank_schedules)
         self.schedule_sha256 = schedule.digest()
         if not schedule.placement.is_chain:
@@ -201,6 +198,6 @@ def root_attributes(source: str, signature: str, world_size: int, **more: Any) -
         "source": source,
         "signature": signature,
         "world_size": world_size,
-        "created_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "created_utc": now_utc(),
         **more,
     }

@@ -187,7 +187,7 @@ def merge_parts(paths: Sequence[Path], attributes: Mapping[str, Any]) -> Trace:
     unknown |= {peak: -1 for peak in peaks if any(peak in part.attributes for part in parts)}
     merged = parts[0].attributes | {name: by_rank(name, value) for name, value in unknown.items()}
     merged = {**merged, "hostnames": merged["hostname"], **attributes}
-    for gone in (
+    for name in (
         "rank",
         "hostname",
         "clock_at_ns",
@@ -195,7 +195,7 @@ def merge_parts(paths: Sequence[Path], attributes: Mapping[str, Any]) -> Trace:
         "clock_end_error_ns",
         "clock_end_at_ns",
     ):
-        merged.pop(gone, None)
+        merged.pop(name, None)
     attempt = int(parts[0].attributes.get("attempt", 1))
     return Trace(merged, steps=_whole_steps(tables["rank_steps"], world_size, attempt), **tables)
 
@@ -233,14 +233,21 @@ def _offset_ns(attributes: Mapping[str, Any], times_ns: np.ndarray) -> np.ndarra
 def _whole_steps(rank_steps: np.ndarray, world_size: int, attempt: int) -> np.ndarray:
     rows = []
     for step in np.unique(rank_steps["step"]):
-        mine = rank_steps[rank_steps["step"] == step]
-        if len(mine) == world_size:
-            known = mine["loss"][~np.isnan(mine["loss"])]
-            loss = float(known[0]) if len(known) else float("nan")
-            span = mine["start_ns"].min(), mine["end_ns"].max()
-            recipe = mine["grad_norm"][0], mine["learning_rate"].max()
+        ranks = rank_steps[rank_steps["step"] == step]
+        if len(ranks) == world_size:
+            losses = ranks["loss"][~np.isnan(ranks["loss"])]
             rows.append(
-                (step, *span, mine["images"].max(), loss, mine["is_warmup"].max(), attempt, *recipe)
+                (
+                    step,
+                    ranks["start_ns"].min(),
+                    ranks["end_ns"].max(),
+                    ranks["images"].max(),
+                    losses[0] if len(losses) else float("nan"),
+                    ranks["is_warmup"].max(),
+                    attempt,
+                    ranks["grad_norm"][0],
+                    ranks["learning_rate"].max(),
+                )
             )
     return np.array(rows, DTYPES["steps"])
 

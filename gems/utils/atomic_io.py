@@ -41,15 +41,15 @@ def atomic_write(path: Path, *, sync: bool = False) -> Iterator[Path]:
 
 def distinct(names: Iterable[str]) -> list[str]:
     """Return file names in which repeated names get a number from 2 on at their end."""
-    found: dict[str, None] = {}
+    unique: dict[str, None] = {}
     for name in names:
         unused = name
         count = 1
-        while unused in found:
+        while unused in unique:
             count += 1
             unused = f"{name}_{count}"
-        found[unused] = None
-    return list(found)
+        unique[unused] = None
+    return list(unique)
 
 
 def sync_to_disk(path: Path) -> None:

@@ -40,11 +40,11 @@ def cached(
 
     If there is none, compute and store it.
     """
-    found = read_cached(configured, kind, key)
-    if found is None:
-        found = make()
-        keep_cached(configured, kind, key, found)
-    return found
+    document = read_cached(configured, kind, key)
+    if document is None:
+        document = make()
+        keep_cached(configured, kind, key, document)
+    return document
 
 
 def read_cached(configured: str | None, kind: str, key: str) -> dict[str, Any] | None:

@@ -21,9 +21,9 @@ def rss_bytes() -> int:
 
 def resident_bytes(name: str) -> int:
     """Return VmRSS or VmHWM (its peak) of this process; needs Linux."""
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def release_freed_memory() -> None:

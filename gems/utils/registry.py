@@ -7,12 +7,11 @@ import os
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
 from gems.errors import ConfigError, nearest, one_of
-from gems.utils.targets import search_first
+from gems.utils.targets import package_folder, search_first
 
 ENTRY_POINTS = "gems.plugins"
 KEY = "plugins"
@@ -82,14 +81,16 @@ class Registry(Mapping[str, Entry], Generic[Entry]):
             order: list[str] = []
             for module in modules:
                 package, is_whole, _ = module.partition(".*")
-                made = importlib.import_module(package)
-                for each in pkgutil.iter_modules(made.__path__) if is_whole else ():
-                    importlib.import_module(f"{package}.{each.name}")
-                order += getattr(made, "ORDER", ())
+                imported = importlib.import_module(package)
+                for submodule in pkgutil.iter_modules(imported.__path__) if is_whole else ():
+                    importlib.import_module(f"{package}.{submodule.name}")
+                order += getattr(imported, "ORDER", ())
             places = {name: place for place, name in enumerate(order)}
-            found = sorted(self.entries.items(), key=lambda item: places.get(item[0], len(places)))
+            entries = sorted(
+                self.entries.items(), key=lambda item: places.get(item[0], len(places))
+            )
             self.entries.clear()
-            self.entries.update(found)
+            self.entries.update(entries)
         _load_installed()
 
 
@@ -125,16 +126,10 @@ def load_plugins(names: Sequence[str], folder: str | None = None) -> None:
 
 
 def plugin_folder(names: Sequence[str]) -> str | None:
-    """Return the folder of the first plugin that is not installed, or None.
-
-    It is the current folder, or one of PYTHONPATH.
-    """
-    folders = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    PathFinder.invalidate_caches()
+    """Return the folder of the first plugin that is not installed, or None."""
     for name in names:
-        for folder in map(os.path.abspath, folders):
-            if PathFinder.find_spec(name.partition(".")[0], [folder]) is not None:
-                return folder
+        if (folder := package_folder(name.partition(".")[0])) is not None:
+            return os.path.abspath(folder)
     return None
 
 

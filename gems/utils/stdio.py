@@ -28,11 +28,11 @@ def stdout_to_stderr() -> Iterator[None]:
     c_library = ctypes.CDLL(None)
     sys.stdout.flush()
     c_library.fflush(None)
-    kept = os.dup(1)
+    stdout = os.dup(1)
     try:
         os.dup2(2, 1)
         yield
     finally:
         c_library.fflush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout, 1)
+        os.close(stdout)

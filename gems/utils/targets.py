@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from gems.errors import ConfigError, nearest
 from gems.utils.run_module import RUN_MODULE
@@ -53,7 +53,7 @@ def load_target(key: str, target: str, path: str | None = None) -> Callable[...,
         search_first(path, module_name)
     importlib.invalidate_caches()
     try:
-        found: Any = import_module(module_name)
+        entry: Any = import_module(module_name)
     except ModuleNotFoundError as error:
         if not error.name or not f"{module_name}.".startswith(f"{error.name}."):
             raise target_error(key, target, "needs a module that is not there", error) from error
@@ -65,17 +65,16 @@ def load_target(key: str, target: str, path: str | None = None) -> Callable[...,
     except Exception as error:
         raise target_error(key, target, "cannot be imported", error) from error
     for word in name.split("."):
-        if not hasattr(found, word):
-            near = nearest(word, [entry for entry, value in vars(found).items() if callable(value)])
+        if not hasattr(entry, word):
+            near = nearest(word, [other for other, value in vars(entry).items() if callable(value)])
             advice = f"nearest: {', '.join(near)}" if near else ""
             raise ConfigError(key, target, f"nothing named {word} in {module_name}", advice)
-        found = getattr(found, word)
-    if not callable(found):
+        entry = getattr(entry, word)
+    if not callable(entry):
         raise ConfigError(
-            key, target, f"must name a class or a function, and is of type {type(found).__name__}"
+            key, target, f"must name a class or a function, and is of type {type(entry).__name__}"
         )
-    made: Callable[..., Any] = found
-    return made
+    return cast(Callable[..., Any], entry)
 
 
 def import_module(name: str) -> Any:
@@ -185,12 +184,14 @@ def locate(key: str, target: str, path: str | None) -> tuple[str, str | None]:
         raise ConfigError(key, target, "must be package.module.Class or package.module:Class")
     if path is not None and not Path(path).is_dir():
         raise ConfigError(f"{key.rpartition('.')[0]}.path", path, "is not a folder")
-    given = None if path is None else str(Path(path).absolute())
+    folder = package_folder(words[0]) if path is None else path
+    return words[-1], None if folder is None else str(Path(folder).absolute())
+
+
+def package_folder(name: str) -> str | None:
+    """Return the first folder with a package: the current one, one of PYTHONPATH, or None."""
     folders = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    found = (
-        str(Path(folder).absolute()) for folder in folders if _find(words[0], [folder]) is not None
-    )
-    return words[-1], given or next(found, None)
+    return next((folder for folder in folders if _find(name, [folder]) is not None), None)
 
 
 @lru_cache(maxsize=64)
@@ -226,12 +227,12 @@ def sources_of(target: str, path: str | None) -> Iterator[tuple[str, bytes]]:
         return
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     base = folders[0].parent if folders else Path(str(spec.origin)).parent
-    found = (
+    files = (
         {file for folder in folders for file in folder.rglob("*.py")}
         if folders
         else set(base.glob("*.py"))
     )
-    for file in sorted(file for file in found if file.is_file()):
+    for file in sorted(file for file in files if file.is_file()):
         name = file.relative_to(base).as_posix() if file.is_relative_to(base) else file.name
         yield name, file.read_bytes()
 
@@ -298,14 +299,14 @@ def ask_child(key: str, target: str, module: str, *arguments: str) -> dict[str, 
         timeout=_TIME_LIMIT_S,
     )
     try:
-        found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+        document: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         last = (ended.stderr.strip() or "nothing was said").splitlines()[-1]
         why = f"the process that reads it ended with code {ended.returncode} ({last})"
         raise ConfigError(key, target, why) from None
-    if "refused" in found:
-        raise ConfigError(*found["refused"])
-    return found
+    if "refused" in document:
+        raise ConfigError(*document["refused"])
+    return document
 
 
 def answer(
@@ -317,8 +318,10 @@ def answer(
     """
     with contextlib.redirect_stdout(sys.stderr):
         try:
-            found = make()
+            document = make()
         except Exception as error:  # an error of the toolkit is also shown to the user as one line
-            refused = error if isinstance(error, ConfigError) else as_refusal(error)
-            found = {"refused": [refused.key, str(refused.value), refused.allowed, refused.advice]}
-    print(json.dumps(found), flush=True)
+            refusal = error if isinstance(error, ConfigError) else as_refusal(error)
+            document = {
+                "refused": [refusal.key, str(refusal.value), refusal.allowed, refusal.advice]
+            }
+    print(json.dumps(document), flush=True)

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from gems.config.cluster_presets import host_names
+from gems.config.resolve import run_id
 from gems.config.schema import MemoryConfig, RunSpec
 from gems.errors import ConfigError, DoesNotFitError, GemsError
 from gems.launch.recipe import check_recipe, needs_check
@@ -93,7 +94,7 @@ def preflight(
     folder = RunFolder.of(spec)
 
     def look_at_folder() -> Outcome:
-        check_folder(folder, spec)
+        check_folder(folder, run_id(spec), spec.train.resume)
         return _check_storage(folder, spec.runs_dir, job.is_batch)
 
     yield _check("folder", look_at_folder)
