@@ -1,4 +1,4 @@
-"""How layers run forward and backward: split backward passes, recompute and strips.
+"""Forward and backward of layers: split backward, recompute, mixed precision, random numbers.
 
-Needs torch, no MPI.
+Needs torch, but no MPI.
 """

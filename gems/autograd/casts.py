@@ -1,7 +1,4 @@
-"""Find what autocast casts.
-
-An operation is run under autocast on tensors without memory, and its kernels are watched.
-"""
+"""Find the casts of autocast: run an operation under it on fake tensors, and watch its kernels."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ from gems.autograd.outputs import map_tensors, tensors_in
 from gems.autograd.torch_internals import FakeTensorMode, TorchDispatchMode
 
 _CAST = torch.ops.aten._to_copy.default
-_EXPLICIT = ("to", "_to_copy", "type_as")  # what a layer casts itself
+_EXPLICIT = ("to", "_to_copy", "type_as")  # casts by the layer itself
 
 
 class Autocast(torch.autocast):
-    """The autocast of a device that need not be here, for tensors without memory."""
+    """The autocast of a device that may be missing here, for tensors without memory."""
 
     def __init__(
         self, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, *others: Any
@@ -30,10 +27,10 @@ class Autocast(torch.autocast):
 
 
 class Casts(NamedTuple):
-    """What autocast does to an operation.
+    """The changes that autocast makes to an operation.
 
-    The types of the arguments that it casts, by their IDs, and other options.
-    A GPU's autocast lets some operations compute in float32 by their option `dtype`.
+    `dtypes` has the types to which arguments are cast, by their IDs. `options` has keyword
+    arguments: a GPU's autocast sets `dtype` so that some operations compute in float32.
     """
 
     dtypes: Mapping[int, torch.dtype]
@@ -44,10 +41,10 @@ class Casts(NamedTuple):
 def without_memory(
     device: torch.device, low: torch.dtype | None
 ) -> Iterator[FakeTensorMode | None]:
-    """Make tensors without memory inside a block.
+    """Create tensors without memory in a block.
 
-    On the meta device, or as on `device` under autocast to a low type.
-    Yields what makes the latter, for autocast leaves tensors of the meta device alone.
+    They are on the meta device, or with a low type, fake tensors on `device` under autocast, which
+    ignores the meta device. Yield the mode of the fake tensors, or None.
     """
     if low is None:
         with torch.device("meta"):
@@ -61,63 +58,55 @@ def without_memory(
 def find_casts(
     mode: FakeTensorMode, autocasts: Sequence[torch.autocast], target: Any, args: Any, kwargs: Any
 ) -> Casts | None:
-    """Return what autocast does to an operation on tensors of a mode.
+    """Return the casts with which an operation runs the same kernels without autocast.
 
-    None if it acts on what is made on the way.
-    The last of `autocasts` is the innermost.
-
-    With these casts the operation runs the same kernels on the same types without autocast, which
-    is checked.
+    Return None if autocast acts on intermediate tensors of the operation. The tensors belong to
+    `mode`. The last of `autocasts` is the innermost.
     """
     if target.overloadpacket.__name__ in _EXPLICIT:
         return Casts({}, {})
-    given = {id(tensor): tensor for tensor in tensors_in([args, kwargs])}
+    inputs = {id(tensor): tensor for tensor in tensors_in([args, kwargs])}
 
     def run(args: Any, kwargs: Any, autocasts: Sequence[torch.autocast]) -> tuple[_Watch, Any]:
-        watch = _Watch(given)
+        watch = _Watch(inputs)
         with torch.no_grad(), mode, watch, ExitStack() as stack:
-            for each in autocasts:
-                stack.enter_context(each)
+            for autocast in autocasts:
+                stack.enter_context(autocast)
             return watch, target(*args, **kwargs)
 
-    wanted, outputs = run(args, kwargs, autocasts)
+    expected, outputs = run(args, kwargs, autocasts)
     with mode:
-        cast = {key: given[key].to(dtype) for key, dtype in wanted.dtypes.items()}
-    args, kwargs = (
-        map_tensors(lambda tensor: cast.get(id(tensor), tensor), each) for each in (args, kwargs)
-    )
+        cast = {key: inputs[key].to(dtype) for key, dtype in expected.dtypes.items()}
+    args, kwargs = map_tensors(lambda tensor: cast.get(id(tensor), tensor), (args, kwargs))
     choices: list[dict[str, Any]] = [{}]
-    if any(each.name == "dtype" for each in target._schema.arguments):
+    if any(argument.name == "dtype" for argument in target._schema.arguments):
         choices += [{"dtype": tensor.dtype} for tensor in tensors_in(outputs)]
     for options in choices:
-        found, made = run(args, {**kwargs, **options}, ())
-        if found.calls == wanted.calls and _dtypes(made) == _dtypes(outputs):
-            return Casts(wanted.dtypes, options)
+        actual, actual_outputs = run(args, {**kwargs, **options}, ())
+        if actual.calls == expected.calls and _dtypes(actual_outputs) == _dtypes(outputs):
+            return Casts(expected.dtypes, options)
     return None
 
 
-def _dtypes(made: Any) -> list[torch.dtype]:
-    return [tensor.dtype for tensor in tensors_in(made)]
+def _dtypes(output: Any) -> list[torch.dtype]:
+    return [tensor.dtype for tensor in tensors_in(output)]
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A watch that notes the kernels that run with the types of their arguments.
+    """Record the kernels that run, with the types of their arguments, and the casts of `inputs`."""
 
-    The casts of `given` are noted separately.
-    """
-
-    def __init__(self, given: Mapping[int, Tensor]) -> None:
+    def __init__(self, inputs: Mapping[int, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._given = given
+        self._inputs = inputs
         self.dtypes: dict[int, torch.dtype] = {}
         self.calls: list[tuple[Any, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func is _CAST and id(args[0]) in self._given:
-            self.dtypes[id(args[0])] = made.dtype
-        elif next(tensors_in(made), None) is not None:  # autocast asks for devices too
+        output = func(*args, **(kwargs or {}))
+        if func is _CAST and id(args[0]) in self._inputs:
+            self.dtypes[id(args[0])] = output.dtype
+        elif next(tensors_in(output), None) is not None:  # autocast also queries devices
             self.calls.append(
                 (func, *(tensor.dtype for tensor in tensors_in([args, kwargs or {}])))
             )
-        return made
+        return output

@@ -1,7 +1,4 @@
-"""Layers as torch.compile makes them.
-
-Forward and backward of each are kernels of its own, compiled on first use.
-"""
+"""Compile layers by torch.compile; each gets its own forward and backward kernels on first use."""
 
 from __future__ import annotations
 
@@ -25,10 +22,10 @@ RECOMPILES = 8
 
 
 def check_compiler(device: torch.device) -> None:
-    """Check that this machine has what torch.compile makes kernels of a device with.
+    """Check that this machine has the compiler that torch.compile needs for a device.
 
     Raises:
-        ConfigError: no C++ compiler for a processor, no Triton for a GPU.
+        ConfigError: There is no C++ compiler for a CPU, or no Triton for a GPU.
     """
     compiler = os.environ.get("CXX", "g++")
     if device.type == "cpu" and shutil.which(compiler) is None:
@@ -50,25 +47,24 @@ def compile_layers(
     is_drawing: Callable[[nn.Module], bool],
     backend: str = "inductor",
 ) -> list[nn.Module]:
-    """Compile the layers of a stage, which takes `inputs`, and return those that stay as they are.
+    """Compile the layers of a stage, which takes `inputs`, and return those that stay eager.
 
-    These draw random numbers, of which compiled kernels draw others. Which layers do is known after
-    a forward: one runs here without a graph, and leaves buffers and generators as they were.
+    Layers that draw random numbers stay eager, because compiled kernels would draw other numbers. A
+    forward without a graph finds them; buffers and generators are restored after it.
     """
     _run_without_trace(layers, inputs)
-    left = [layer for layer in layers if is_drawing(layer)]
+    eager = [layer for layer in layers if is_drawing(layer)]
     settings: Any = dynamo_settings()
-    # layers of one class share their count, and beyond the limit would run as they are without a
-    # word
+    # layers of one class share a count, and silently run uncompiled beyond the limit
     settings.recompile_limit = max(settings.recompile_limit, RECOMPILES * len(layers))
     settings.accumulated_recompile_limit = max(
         settings.accumulated_recompile_limit, settings.recompile_limit
     )
     for layer in layers:
-        if layer not in left:
-            # not the call with the layer's own hooks, which switch autocast on and count draws
+        if layer not in eager:
+            # not __call__, whose hooks enable autocast and count draws
             layer.forward = torch.compile(layer.forward, dynamic=False, backend=backend)
-    return left
+    return eager
 
 
 def _run_without_trace(layers: Sequence[nn.Module], inputs: Sequence[Tensor]) -> None:

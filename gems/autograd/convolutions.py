@@ -1,4 +1,4 @@
-"""Track whether a convolution is running: its backward reads what autograd saves meanwhile."""
+"""Track whether a convolution is running; its backward needs the tensors saved in that time."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import nn
 
 
 class ConvolutionWatch:
-    """Watches the convolution layers among some modules, from its making until it is closed.
+    """Hooks on the convolution layers of some modules, until `close`.
 
-    A convolution called as a function is not seen.
+    Convolutions that are called as functions are not seen.
     """
 
     def __init__(self, *roots: nn.Module) -> None:
@@ -36,12 +36,12 @@ class ConvolutionWatch:
         return self._num_running > 0
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
-    def _begin(self, module: nn.Module, given: Any) -> None:
+    def _begin(self, module: nn.Module, inputs: Any) -> None:
         self._num_running += 1
 
-    def _end(self, module: nn.Module, given: Any, made: Any) -> None:
+    def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._num_running -= 1

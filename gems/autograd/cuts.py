@@ -25,10 +25,10 @@ class Cut:
 
 class _Begin(Function):
     @staticmethod
-    def forward(ctx: Any, cut: Cut, anchor: Tensor, given: tuple[Tensor]) -> Tensor:
+    def forward(ctx: Any, cut: Cut, anchor: Tensor, boxed: tuple[Tensor]) -> Tensor:
         ctx.cut = cut
         ctx.set_materialize_grads(False)
-        return given[0].detach()  # separate, so the layers may change it in place
+        return boxed[0].detach()  # separate, so the layers may change it in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:

@@ -1,8 +1,7 @@
-"""Autocast of a device that need not be here, acting on the processor's tensors without memory.
+"""Apply the autocast of a device that may be missing here to CPU tensors without memory.
 
-A build of torch for processors has CUDA's autocast, but no autograd for CUDA's tensors. So what is
-cast is found by running each operation without autograd on tensors of CUDA without memory, and is
-cast in those of the processor.
+A CPU build of torch has CUDA's autocast, but no autograd for CUDA tensors. So each operation runs
+without autograd on fake CUDA tensors to find its casts, which are then applied to the CPU tensors.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ from gems.autograd.torch_internals import (
 
 _HERE = "cpu"
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
-_Found = tuple[tuple[torch.dtype | None, ...], Mapping[str, Any]]
+_ArgumentCasts = tuple[tuple[torch.dtype | None, ...], Mapping[str, Any]]
 
 
 def cuda_elsewhere() -> Elsewhere:
-    """Return CUDA's autocast for layers on tensors without memory of the processor."""
-    found = _Finder(torch.device("cuda"))
+    """Return CUDA's autocast for layers on CPU tensors without memory."""
+    finder = _Finder(torch.device("cuda"))
 
     @contextmanager
     def casts() -> Iterator[None]:
-        with found.autocast(), _CastsElsewhere(found), enable_python_dispatcher():
+        with finder.autocast(), _CastsElsewhere(finder), enable_python_dispatcher():
             yield
 
-    return Elsewhere(found.device, casts)
+    return Elsewhere(finder.device, casts)
 
 
 class _Like(NamedTuple):
-    """What casts may depend on in a tensor."""
+    """The properties of a tensor on which casts may depend."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -58,62 +57,62 @@ class _Like(NamedTuple):
     def of(cls, tensor: Tensor) -> _Like:
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
-    def made(self, device: torch.device) -> Tensor:
+    def empty(self, device: torch.device) -> Tensor:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
 
 class _Finder:
-    """Finds what a device's autocast does to operations; each on equal arguments once."""
+    """Find and cache the casts that a device's autocast applies to operations."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._key = getattr(DispatchKey, f"Autocast{device.type.upper()}")
         self._mode: Any = FakeTensorMode()
-        self._known: dict[object, _Found] = {}
+        self._known: dict[object, _ArgumentCasts] = {}
 
     def autocast(self, is_enabled: bool = True) -> Autocast:
-        """Return the device's autocast, so that layers can ask for it and end it.
+        """Return the device's autocast, which layers may query and disable.
 
-        It leaves tensors of other devices alone.
+        It does not affect tensors of other devices.
         """
         return Autocast(self.device.type, torch.get_autocast_dtype(_HERE), is_enabled)
 
     @property
     def is_on(self) -> bool:
-        """Whether autocast is on, for the device and for the tensors that stand for its own."""
+        """Whether autocast is on for the device and for the CPU tensors in its place."""
         return torch.is_autocast_enabled(_HERE) and torch.is_autocast_enabled(self.device.type)
 
     def is_listed(self, func: Any) -> bool:
-        """Whether autocast acts on an operation itself, not only on those of which it is made."""
+        """Return whether autocast has a rule for an operation itself, not only for its parts."""
         return has_kernel(func.name(), self._key)
 
-    def find(self, func: Any, args: Any, kwargs: Any) -> _Found:
-        """Return the types to which the arguments are cast, by their place, and options that are set."""
+    def find(self, func: Any, args: Any, kwargs: Any) -> _ArgumentCasts:
+        """Return the type to which each argument is cast, or None, and keyword arguments to add."""
         leaves, form = tree_flatten((args, kwargs))
         low = torch.get_autocast_dtype(_HERE)
         kinds = tuple(
-            _Like.of(each) if isinstance(each, Tensor) else (type(each), each) for each in leaves
+            _Like.of(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves
         )
         key = func, low, form, kinds
         if key not in self._known:
             with disable_current_modes(), self.autocast(is_enabled=False):
                 with self._mode:
                     like = [
-                        each.made(self.device) if isinstance(each, _Like) else each[1]
-                        for each in kinds
+                        kind.empty(self.device) if isinstance(kind, _Like) else kind[1]
+                        for kind in kinds
                     ]
                 args, kwargs = tree_unflatten(like, form)
                 casts = find_casts(self._mode, [self.autocast()], func, args, kwargs)
-            dtypes, options = casts or Casts({}, {})  # what is cast on the way only stays as it is
-            self._known[key] = tuple(dtypes.get(id(each)) for each in like), options
+            dtypes, options = casts or Casts({}, {})  # casts inside the operation are left to it
+            self._known[key] = tuple(dtypes.get(id(leaf)) for leaf in like), options
         return self._known[key]
 
 
 class _CastsElsewhere(SchemaCheckMode):
-    """A mode that casts as the autocast of another device does, in place of the tensors' own.
+    """Apply the autocast of another device in place of the tensors' own, while that is on.
 
-    It does so if the tensors' own autocast is on. It sees operations before autocast does; torch
-    lets few classes there, of which this is one.
+    A mode at PreDispatch sees operations before autocast; torch permits only a few classes there,
+    among them the base class.
     """
 
     def __init__(self, finder: _Finder) -> None:
@@ -137,15 +136,15 @@ class _CastsElsewhere(SchemaCheckMode):
         dtypes, options = self._finder.find(func, args, kwargs)
         leaves, form = tree_flatten((args, kwargs))
         cast = [
-            each if dtype is None else self._cast(each, dtype)
-            for each, dtype in zip(leaves, dtypes, strict=True)
+            leaf if dtype is None else self._cast(leaf, dtype)
+            for leaf, dtype in zip(leaves, dtypes, strict=True)
         ]
         args, kwargs = tree_unflatten(cast, form)
         return args, {**kwargs, **options}
 
     def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Cast a tensor; a weight that becomes of the low type once, as autocast does."""
-        is_kept = (
+        """Cast a tensor, and like autocast, cache the low-type copies of weights."""
+        is_cached = (
             tensor.is_leaf
             and tensor.requires_grad
             and not tensor._is_view()
@@ -153,10 +152,10 @@ class _CastsElsewhere(SchemaCheckMode):
             and (tensor.dtype, dtype) == (torch.float32, torch.get_autocast_dtype(_HERE))
         )
         key = id(tensor), dtype
-        if is_kept and key in self._cast_weights:
+        if is_cached and key in self._cast_weights:
             return self._cast_weights[key][1]
         with without_autocast():
-            made = tensor.to(dtype)
-        if is_kept:
-            self._cast_weights[key] = tensor, made
-        return made
+            cast = tensor.to(dtype)
+        if is_cached:
+            self._cast_weights[key] = tensor, cast
+        return cast

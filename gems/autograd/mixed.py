@@ -68,22 +68,22 @@ class Mixed:
         self.elsewhere = elsewhere
         self._copies: dict[tuple[int, str], _Copy] = {}
         self._contexts: list[ExitStack] = []
-        made: dict[int, nn.Parameter] = {}
+        copies: dict[int, nn.Parameter] = {}
         for module in layer.modules():
             for name, weight in module._parameters.items() if isinstance(module, _PRODUCTS) else ():
                 if weight is not None and weight.dtype is torch.float32:
-                    low = made.get(id(weight))
+                    low = copies.get(id(weight))
                     if low is None:
-                        low = made[id(weight)] = _low_copy(weight, dtype)
+                        low = copies[id(weight)] = _low_copy(weight, dtype)
                     self._copies[id(module), name] = _Copy(module, name, weight, low)
-        self.low_copies = list(made.values())
+        self.low_copies = list(copies.values())
         layer.register_forward_pre_hook(self._begin)
         layer.register_forward_hook(self._end, always_call=True)
 
     def refresh(self) -> None:
         """Update the copies of weights that have changed."""
-        for each in self._copies.values():
-            each.fresh()
+        for copy in self._copies.values():
+            copy.fresh()
 
     def has_copy(self, module: nn.Module, name: str) -> bool:
         """Return whether a weight of a module has a copy."""
@@ -93,32 +93,33 @@ class Mixed:
         """Return the current copy of a weight."""
         return self._copies[id(module), name].fresh()
 
-    def cast(self, made: Any) -> Any:
+    def cast(self, output: Any) -> Any:
         """Return the output of the layer's modules in the layer's output type."""
         return map_tensors(
-            lambda tensor: tensor.to(self.dtype) if tensor.dtype is torch.float32 else tensor, made
+            lambda tensor: tensor.to(self.dtype) if tensor.dtype is torch.float32 else tensor,
+            output,
         )
 
-    def _begin(self, layer: nn.Module, given: Any) -> None:
-        for each in self._copies.values():
-            each.module._parameters[each.name] = each.fresh()
+    def _begin(self, layer: nn.Module, inputs: Any) -> None:
+        for copy in self._copies.values():
+            copy.module._parameters[copy.name] = copy.fresh()
         contexts = ExitStack()
-        contexts.enter_context(torch.autocast(_device_type(given), dtype=self.dtype))
+        contexts.enter_context(torch.autocast(_device_type(inputs), dtype=self.dtype))
         if self.elsewhere is not None:
             contexts.enter_context(self.elsewhere.casts())
         self._contexts.append(contexts)
 
-    def _end(self, layer: nn.Module, given: Any, made: Any) -> Any:
+    def _end(self, layer: nn.Module, inputs: Any, output: Any) -> Any:
         self._contexts.pop().close()
-        for each in self._copies.values():
-            each.module._parameters[each.name] = each.weight
-        return self.cast(made)
+        for copy in self._copies.values():
+            copy.module._parameters[copy.name] = copy.weight
+        return self.cast(output)
 
 
 def mixed_of(layer: nn.Module) -> Mixed | None:
     """Return the mixed precision of a layer, or None if it has none."""
-    found: Mixed | None = vars(layer).get(_MIXED)
-    return found
+    mixed: Mixed | None = vars(layer).get(_MIXED)
+    return mixed
 
 
 def low_copies(module: nn.Module) -> Iterator[Tensor]:

@@ -35,10 +35,10 @@ def new_bytes(tensors: Iterable[Tensor], known: set[int]) -> int:
 
 
 def check_unchanged(tensor: Tensor, version: int, what: str) -> Tensor:
-    """Return the tensor.
+    """Return the tensor if it has not changed since it had this version.
 
     Raises:
-        RuntimeError: it was changed in place since it had that version.
+        RuntimeError: It was changed in place.
     """
     if tensor._version != version:
         raise RuntimeError(
@@ -66,14 +66,12 @@ def tensor_over(
 
 
 class StashMeter(torch.autograd.graph.saved_tensors_hooks):
-    """Measures what autograd saves inside a `with` block.
-
-    Each storage once, without those of `known`.
+    """Measure the bytes that autograd saves in a `with` block, except the storages of `known`.
 
     Attributes:
-        known: the addresses of the storages of `known`.
-        saved: the bytes of other storages by address.
-        held: tensors of these, if the meter `holds` them. Clear it when they may go: the meter
+        known: The addresses of the storages of `known`.
+        saved: The bytes of each other storage, by address.
+        held: The saved tensors, if the meter `holds` them. Clear the list to free them: the meter
             refers to itself.
     """
 
@@ -88,7 +86,7 @@ class StashMeter(torch.autograd.graph.saved_tensors_hooks):
         )
 
     def _pack(self, tensor: Tensor) -> tuple[Tensor, int]:
-        # forward mode makes tangents of zeros that have no memory
+        # tangents in forward mode may be zeros without memory
         if not tensor._is_zerotensor():
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self.known:

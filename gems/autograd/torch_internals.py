@@ -1,7 +1,7 @@
-"""The private names of torch that the packages use; no other module takes one.
+"""The private names of torch that the packages use; no other module uses one.
 
-Each comment says what serves instead if a release of torch has the name no longer. `import torch`
-itself loads all of them, except for `mem_tracker` and SchemaCheckMode, which takes a millisecond.
+Comments and docstrings name the replacement for the case that a release of torch removes a name.
+`import torch` loads all of them except `mem_tracker` and SchemaCheckMode (a millisecond).
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ __all__ = [
     "without_autocast",
 ]
 
-# what PYTORCH_ALLOC_CONF says, once the environment has been read
+# changes the settings of PYTORCH_ALLOC_CONF after the environment has been read
 set_allocator: Any = torch._C._accelerator_setAllocatorSettings
 # the node for torch.set_grad_enabled in a graph
 SET_GRAD_MODE: Any = torch._C._set_grad_enabled
 
 
 def is_transformed() -> bool:
-    """Return whether torch.func (vmap, grad, jvp) or forward_ad runs what is called now.
+    """Return whether a torch.func transform (vmap, grad, jvp) or forward_ad is active.
 
     If it is gone: return False.
     """
@@ -93,7 +93,7 @@ def is_transformed() -> bool:
 
 
 def is_saving_changed() -> bool:
-    """Return whether hooks but a checkpoint's act on what is saved for backward.
+    """Return whether saved-tensor hooks other than a checkpoint's are active.
 
     If it is gone: refuse nothing.
     """
@@ -102,10 +102,7 @@ def is_saving_changed() -> bool:
 
 
 def current_autograd_node() -> Any:
-    """Return the node of the graph that autograd runs now, or None.
-
-    If it is gone: count no sums in place.
-    """
+    """Return the node that autograd is running, or None. If it is gone: count no sums in place."""
     return torch._C._current_autograd_node()
 
 
@@ -115,7 +112,7 @@ def has_kernel(operation: str, key: DispatchKey) -> bool:
 
 
 def without_autocast() -> Any:
-    """Return a guard that keeps the autocast of a processor away.
+    """Return a guard that disables the CPU's autocast.
 
     If it is gone: torch.autocast(enabled=False).
     """
@@ -123,9 +120,9 @@ def without_autocast() -> Any:
 
 
 def use_counts(tensor: Tensor) -> tuple[int, int]:
-    """Return how many hold a tensor and its storage.
+    """Return the reference counts of a tensor and its storage.
 
-    If it is gone: take every sum as one that is not in place.
+    If it is gone: treat every sum as out of place.
     """
     storage = tensor.untyped_storage()
     return int(tensor._use_count()), int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
@@ -133,22 +130,21 @@ def use_counts(tensor: Tensor) -> tuple[int, int]:
 
 def storage_of_weak(reference: int) -> UntypedStorage | None:
     """Return the storage of a weak pointer, or None. If it is gone: weakref.ref of the tensors."""
-    storage: UntypedStorage | None = UntypedStorage._new_with_weak_ptr(reference)
-    return storage
+    return cast("UntypedStorage | None", UntypedStorage._new_with_weak_ptr(reference))
 
 
-# a weak pointer to a storage, whose value is its address, and its end; if they are gone:
-# torch.multiprocessing.reductions.StorageWeakRef, which takes several times as long to make
+# create and free a weak pointer to a storage, whose value is its address; if they are gone:
+# torch.multiprocessing.reductions.StorageWeakRef, which takes several times as long to create
 weak_pointer: Any = UntypedStorage._weak_ref
 free_weak: Any = UntypedStorage._free_weak_ref
 
 
 def end_capture_memory(device: torch.device, pool: Any) -> None:
-    """Let the allocator leave the pool of a capture that failed, which torch's capture_end does not.
+    """Make the allocator leave the pool of a failed capture, because torch's capture_end does not.
 
-    If it is gone: do nothing; memory that other streams have used is not reused then.
+    If it is gone: do nothing; memory that other streams have used is then not reused.
     """
-    with suppress(RuntimeError):  # it has left
+    with suppress(RuntimeError):  # it has left already
         torch._C._cuda_endAllocateToPool(device.index, pool)
 
 
@@ -157,18 +153,18 @@ def storage_at(address: int, num_bytes: int, device: torch.device) -> UntypedSto
 
     If it is gone: torch.as_tensor of an object with `__cuda_array_interface__`.
     """
-    storage: Any = torch._C._construct_storage_from_data_pointer(address, device, num_bytes)
-    return cast(UntypedStorage, storage)
+    return cast(
+        UntypedStorage, torch._C._construct_storage_from_data_pointer(address, device, num_bytes)
+    )
 
 
 def run_engine(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
     """Run the backward of a graph from its edges. If it is gone: torch.autograd.backward."""
-    keep_graph = create_graph = False
     _engine_run_backward(
         tuple(edges),
         tuple(gradients),
-        keep_graph,
-        create_graph,
+        False,  # keep_graph
+        False,  # create_graph
         (),  # inputs: all leaves
         allow_unreachable=True,
         accumulate_grad=True,
@@ -176,7 +172,7 @@ def run_engine(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> No
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy tensors into others by few kernels. If it is gone: Tensor.copy_ for each."""
+    """Copy tensors into others with few kernels. If it is gone: Tensor.copy_ for each."""
     if targets:
         torch._foreach_copy_(targets, sources)
 
@@ -197,7 +193,7 @@ def dynamo_settings() -> Any:
 
 
 def mem_tracker() -> Any:
-    """Return the class that counts the memory of a model; loading it takes seconds.
+    """Return the class that measures the memory of a model; loading it takes seconds.
 
     If it is gone: LiveBytes alone.
     """
@@ -207,10 +203,7 @@ def mem_tracker() -> Any:
 
 
 def stores() -> tuple[Any, Any]:
-    """Return torch.distributed's TCPStore and PrefixStore.
-
-    They have no types under their public names.
-    """
+    """Return torch.distributed's TCPStore and PrefixStore, whose public names have no types."""
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     return TCPStore, PrefixStore

@@ -72,17 +72,17 @@ class LayerState:
         attributes = [(vars(module), vars(module).copy()) for module in self._others]
 
         def changed() -> ChangedState:
-            found = [entry for entry in buffers if entry.has_changed]
+            entries = [entry for entry in buffers if entry.has_changed]
             for now, before in attributes:
                 if not all(map(operator.is_, now.values(), before.values())):
-                    found += (entry for entry in _numbers(now, before) if entry.has_changed)
-            for entry in found:
+                    entries += (entry for entry in _numbers(now, before) if entry.has_changed)
+            for entry in entries:
                 if entry.copy is not None:
                     entry.value = (
                         entry.value if entry.value._version == entry.version else entry.copy
                     )
                     entry.copy = None
-            return tuple(found)
+            return tuple(entries)
 
         return changed
 
@@ -99,8 +99,8 @@ class LayerState:
                 entry.home[entry.name] = value.clone() if isinstance(value, Tensor) else value
             yield
         finally:
-            for attributes, was in tracked:
-                attributes["track_running_stats"] = was
+            for attributes, is_tracking in tracked:
+                attributes["track_running_stats"] = is_tracking
             for entry, value in now:
                 entry.home[entry.name] = value
 
@@ -124,7 +124,7 @@ class RandomState:
 
     def has_advanced(self, since: Sequence[Tensor]) -> bool:
         """Return whether random numbers were drawn since then."""
-        return not all(torch.equal(was, now) for was, now in zip(since, self.get(), strict=True))
+        return not all(map(torch.equal, since, self.get()))
 
     @contextmanager
     def replay(self, states: Sequence[Tensor] | None) -> Iterator[None]:

@@ -134,15 +134,15 @@ class RecordMatmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operator and record its effect on outputs that are kept."""
         kwargs = kwargs or {}
         self._track(func, args, kwargs)
-        made = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if _is_recorded(func):
-            values, spec = tree_flatten(made)
+            values, spec = tree_flatten(result)
             random = self._random.get() if torch.Tag.nondeterministic_seeded in func.tags else None
             entry = MatmulOutput(func, _shapes(args, kwargs), tuple(values), spec, (), random)
             self._outputs.append(entry)
             for tensor in entry.tensors():
                 self._by_memory[_memory(tensor)] = entry
-        return made
+        return result
 
     def _track(self, func: Any, args: Any, kwargs: Any) -> None:
         if not self._by_memory or _is_view(func) or func._overloadpacket.__name__ in _OF_SHAPES:

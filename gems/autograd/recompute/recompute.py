@@ -88,8 +88,8 @@ class Recomputation:
             saved_tensors_hooks(id, _refuse),  # keeps no tensor
             recording,
         ):
-            made = (run or self._run)(tuple(inputs))
-        outputs = tuple(tensor.detach() for tensor in made)
+            results = (run or self._run)(tuple(inputs))
+        outputs = tuple(tensor.detach() for tensor in results)
         for number, (tensor, version) in enumerate(zip(inputs, versions, strict=True)):
             if tensor._version != version:
                 raise RuntimeError(
@@ -134,9 +134,9 @@ class Recomputation:
 
         Kernels may depend on whether there is a graph, and a layer may ask for it.
         """
-        made = []
+        results = []
         for has_graph in (True, False):
-            given = tuple(tensor.clone() for tensor in inputs)
+            copies = tuple(tensor.clone() for tensor in inputs)
             try:
                 with (
                     torch.set_grad_enabled(has_graph),
@@ -144,10 +144,10 @@ class Recomputation:
                     self._state.replay(context.state),
                     self._random_state(inputs).replay(context.random),
                 ):
-                    made.append([tensor.detach() for tensor in self._run(given)])
+                    results.append([tensor.detach() for tensor in self._run(copies)])
             except Exception:
                 return False
-        return all(map(torch.equal, *made))
+        return all(map(torch.equal, *results))
 
     def _run(self, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         for module in self.modules:

@@ -66,14 +66,18 @@ class _Conv(Function):
             own = ctx.parameters[0]  # keeping `ctx` would keep x alive too
 
             def compute(x: Tensor, gradient: Tensor) -> list[Tensor]:
-                found = _backward(gradient, x, own, bias_sizes, *geometry, wanted)
-                return [value for value, is_wanted in zip(found, wanted, strict=True) if is_wanted]
+                gradients = _backward(gradient, x, own, bias_sizes, *geometry, wanted)
+                return [
+                    value for value, is_wanted in zip(gradients, wanted, strict=True) if is_wanted
+                ]
 
             deferred.add(name, targets, (x.detach(), gradient), compute)
         if not needs_x:
             return None, None, None, None
-        given = _backward(gradient, x, weight, bias_sizes, *geometry, (True, False, False))[0]
-        return given, None, None, None
+        input_gradient = _backward(
+            gradient, x, weight, bias_sizes, *geometry, (True, False, False)
+        )[0]
+        return input_gradient, None, None, None
 
 
 _apply_conv: Callable[..., Tensor] = _Conv.apply
@@ -150,5 +154,5 @@ def _apply(
 ) -> Tensor:
     is_batched = x.dim() == module.weight.dim()
     batch = x if is_batched else x.unsqueeze(0)
-    made = _apply_conv(batch, module.weight, module.bias, (deferred, name, geometry))
-    return made if is_batched else made.squeeze(0)
+    output = _apply_conv(batch, module.weight, module.bias, (deferred, name, geometry))
+    return output if is_batched else output.squeeze(0)

@@ -56,10 +56,10 @@ class Target:
         parameter = getattr(self.parameter, "master", self.parameter)
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        where = parameter.grad
+        total = parameter.grad
         if self.start is not None:
-            where = where.view(-1)[self.start : self.start + gradient.numel()].view(self.shape)
-        where.add_(gradient)
+            total = total.view(-1)[self.start : self.start + gradient.numel()].view(self.shape)
+        total.add_(gradient)
 
 
 @dataclass(slots=True)

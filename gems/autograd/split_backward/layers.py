@@ -42,21 +42,21 @@ class SplitLayers:
 
     def __init__(self, root: nn.Module) -> None:
         self._deferred: DeferredGradients | None = None
-        found = {name: module for name, module in root.named_modules() if _own_parameters(module)}
+        modules = {name: module for name, module in root.named_modules() if _own_parameters(module)}
         chosen = {
             name: split
-            for name, module in found.items()
+            for name, module in modules.items()
             if (split := _split_forward(module)) is not None
             and all(map(can_wait, _own_parameters(module)))
         }
-        self._exclude_shared(found, chosen)
+        self._exclude_shared(modules, chosen)
         self._unsplit = {
             name
-            for name in found
-            if name not in chosen and not isinstance(found[name], _UNSPLIT_BY_CHOICE)
+            for name in modules
+            if name not in chosen and not isinstance(modules[name], _UNSPLIT_BY_CHOICE)
         }
         for name, split in chosen.items():
-            module = found[name]
+            module = modules[name]
             module.forward = partial(_run, self, name, module, split)
 
     @property
@@ -80,7 +80,7 @@ class SplitLayers:
         finally:
             self._deferred = before
 
-    def _exclude_shared(self, found: dict[str, nn.Module], chosen: dict[str, Forward]) -> None:
+    def _exclude_shared(self, modules: dict[str, nn.Module], chosen: dict[str, Forward]) -> None:
         """Remove layers from `chosen` that share a parameter with a layer that is not split.
 
         Half of a sum at I and half at W would round differently.
@@ -88,14 +88,14 @@ class SplitLayers:
         while True:
             whole = {
                 id(parameter)
-                for name, module in found.items()
+                for name, module in modules.items()
                 if name not in chosen
                 for parameter in _own_parameters(module)
             }
             shared = [
                 name
                 for name in chosen
-                if any(id(parameter) in whole for parameter in found[name].parameters())
+                if any(id(parameter) in whole for parameter in modules[name].parameters())
             ]
             if not shared:
                 return
@@ -112,9 +112,9 @@ def _run(
         args = kwargs.pop("input"), *args
     if deferred is not None and torch.is_grad_enabled() and not is_transformed():
         cast = _cast_for(module, args)
-        made = None if cast is None else split(deferred, name, module, *cast, **kwargs)
-        if made is not None:
-            return made
+        output = None if cast is None else split(deferred, name, module, *cast, **kwargs)
+        if output is not None:
+            return output
         layers._unsplit.add(name)
     return type(module).forward(module, *args, **kwargs)
 

@@ -46,11 +46,11 @@ class _Linear(Function):
         ctx.version = flat._version
         ctx.is_fused = is_fused
         if is_fused:
-            made = functional.linear(x, weight, bias)
+            output = functional.linear(x, weight, bias)
         else:
-            made = functional.linear(flat, weight).view(*x.shape[:-1], weight.shape[0])
-            made = made if bias is None else made.add_(bias)
-        return made.data  # the next layer could not change a view in place
+            output = functional.linear(flat, weight).view(*x.shape[:-1], weight.shape[0])
+            output = output if bias is None else output.add_(bias)
+        return output.data  # the next layer could not change a view in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -62,19 +62,24 @@ class _Linear(Function):
             is_fused = ctx.is_fused
 
             def compute(x: Tensor, gradient: Tensor) -> list[Tensor]:
-                found = [_flat(gradient).t().mm(x)] if needs_weight else []
+                gradients = [_flat(gradient).t().mm(x)] if needs_weight else []
                 if needs_bias:
                     added = _flat(gradient) if is_fused else gradient
-                    found.append(added.sum(tuple(range(added.dim() - 1))))
-                return found
+                    gradients.append(added.sum(tuple(range(added.dim() - 1))))
+                return gradients
 
             deferred.add(name, targets, (x.detach(), gradient), compute)
         if not needs_x:
             return None, None, None, None
         flat = _flat(gradient)
         is_column_major = x.stride() == (1, x.shape[0])
-        given = weight.t().mm(flat.t()).t() if is_column_major else flat.mm(weight)
-        return given if given.shape == ctx.shape else given.view(ctx.shape), None, None, None
+        input_gradient = weight.t().mm(flat.t()).t() if is_column_major else flat.mm(weight)
+        return (
+            input_gradient if input_gradient.shape == ctx.shape else input_gradient.view(ctx.shape),
+            None,
+            None,
+            None,
+        )
 
 
 _apply_linear: Callable[..., Tensor] = _Linear.apply
@@ -181,8 +186,8 @@ def attention(
     """
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        made = linear_map(deferred, f"{name}.projection", x, weight, bias)
-        return functional.linear(x, weight, bias) if made is None else made
+        output = linear_map(deferred, f"{name}.projection", x, weight, bias)
+        return functional.linear(x, weight, bias) if output is None else output
 
     names: dict[str, Any] = {**vars(functional), "linear": linear}
     names |= {helper: _with_globals(names[helper], names) for helper in _ATTENTION_HELPERS}
@@ -192,8 +197,8 @@ def attention(
 
 def _with_globals(function: Any, names: dict[str, Any]) -> Any:
     """Return a function with the same code and other globals."""
-    made = FunctionType(
+    copy = FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__
     )
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
