@@ -85,7 +85,7 @@ test-wheel:
 	PYTHON=$(PYTHON) scripts/wheel_matrix.sh $(TORCH)
 
 test-slurm: setup
-	GEMS_REQUIRE_SLURM=1 $(PY) -m pytest -m slurm tests/slurm -n 2 --dist loadfile --no-loadscope-reorder
+	GEMS_REQUIRE_SLURM=1 $(PY) -m pytest -m slurm tests/slurm -n 3 --dist worksteal
 
 # EVERY=5 runs every fifth test, which gives a lower bound in a fifth of the time.
 coverage: setup

@@ -21,7 +21,7 @@ from tests.helpers.processes import python
 if TYPE_CHECKING:
     from tests.slurm.conftest import MiniSlurm
 
-ROOT = Path(__file__).resolve().parents[2]
+PYTHON = sys.executable  # of commands; the tests of tests/slurm replace it by a warm one
 CONFIGURATION = [
     "experiment=gems_master",
     "cluster=mini",
@@ -32,6 +32,8 @@ CONFIGURATION = [
     "parallel.micro_batches=4",
     "benchmark.skip_steps=1",
 ]
+# emulated: leaves the cores to others
+ENDLESS = ["machine=emulated", "cost.unit_s=0.01", "train.steps=100000"]
 ENDED = ("finished", "failed", "cancelled")
 
 
@@ -60,15 +62,13 @@ def no_job_is_left(mini_slurm: MiniSlurm) -> Iterator[None]:
 
 def jobs(*words: str, limit_s: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `gems-jobs` as a user does."""
-    return python("-m", "jobs", *words, env=os.environ | environment, timeout_s=limit_s)
+    variables = os.environ | environment
+    return python("-m", "jobs", *words, env=variables, timeout_s=limit_s, executable=PYTHON)
 
 
 def submit(runs: Path, *words: str) -> tuple[str, RunFolder]:
     """Submit through the command line; gives the job and its folder."""
-    argv = [sys.executable, "-m", "jobs", "submit", *CONFIGURATION, f'runs_dir="{runs}"', *words]
-    ended = subprocess.run(
-        argv, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
-    )
+    ended = jobs("submit", *CONFIGURATION, f'runs_dir="{runs}"', *words)
     assert ended.returncode == 0, ended.stderr
     lines = dict(line.split(maxsplit=1) for line in ended.stdout.splitlines())
     return lines["job"].partition(":")[0], RunFolder(Path(lines["folder"]))

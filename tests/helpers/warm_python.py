@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 REAL = sys.executable  # an ordinary Python
+STARTS_ORDINARY = "GEMS_TEST_STARTS_ORDINARY"  # set: what a warm process starts is not warm
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("gems", "jobs", "analysis")
 COMMANDS = {"gems": "gems", "gems-jobs": "jobs", "gems-analysis": "analysis"}
@@ -250,6 +251,8 @@ def _become(
         os.chdir(folder)
         os.environb.clear()
         os.environb.update(environment)
+        if os.environ.pop(STARTS_ORDINARY, None):
+            sys.executable = REAL
         _set_up_streams("-u" in words or "PYTHONUNBUFFERED" in os.environ)
         _set_up_libraries()
         code = _run(words)

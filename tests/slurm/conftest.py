@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import mini_runs
 from tests.helpers.fault_runs import going, submit
 from tests.helpers.fault_table import ROWS, Fault, table
 from tests.helpers.mini_runs import no_job_is_left
+from tests.helpers.warm_python import STARTS_ORDINARY
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SLURM_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin", "/usr/local/sbin"])
@@ -114,6 +116,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("faults")
         for line in table(rows):
             terminalreporter.write_line(line)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _warm_commands(warm_executable: str) -> Iterator[None]:
+    """Fork the commands of the tests; their jobs, on nodes with other host names, start ordinary processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mini_runs, "PYTHON", warm_executable)
+        patch.setenv(STARTS_ORDINARY, "1")
+        yield
 
 
 @pytest.fixture(scope="session")

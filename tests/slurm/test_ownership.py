@@ -20,7 +20,7 @@ from gems.runs.folder import RunFolder
 from tests.helpers.fault_table import note
 from tests.helpers.mini_runs import (
     CONFIGURATION,
-    ROOT,
+    ENDLESS,
     end_of,
     jobs,
     said,
@@ -28,6 +28,7 @@ from tests.helpers.mini_runs import (
     wait_for_step,
     wait_until,
 )
+from tests.helpers.processes import ROOT
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import MiniSlurm
@@ -107,9 +108,9 @@ def test_of_three_submissions_at_once_one_gets_the_folder(
 def test_no_squeue_lets_a_second_job_into_a_running_folder(
     mini_slurm: MiniSlurm, tmp_path: Path
 ) -> None:
-    job, folder = submit(tmp_path / "runs", "train.steps=100000")
+    job, folder = submit(tmp_path / "runs", *ENDLESS)
     wait_for_step(folder, 1)
-    words = ["submit", *CONFIGURATION, f"runs_dir={tmp_path / 'runs'}", "train.steps=100000"]
+    words = ["submit", *CONFIGURATION, f"runs_dir={tmp_path / 'runs'}", *ENDLESS]
     for name, script in SQUEUES.items():
         ended = jobs(*words, PATH=stand_in(tmp_path, "squeue", script))
         assert ended.returncode == 2, name

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.helpers.mini_runs import CONFIGURATION, ROOT, jobs
+from tests.helpers.mini_runs import CONFIGURATION, jobs
+from tests.helpers.processes import ROOT
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import MiniSlurm

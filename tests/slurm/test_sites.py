@@ -20,7 +20,8 @@ from gems.runs.folder import RunFolder
 from jobs.__main__ import VERBS
 from tests.helpers.fault_runs import EMULATED
 from tests.helpers.fault_table import note
-from tests.helpers.mini_runs import ROOT, end_of, job_fields, wait_until
+from tests.helpers.mini_runs import end_of, job_fields, wait_until
+from tests.helpers.processes import ROOT
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import MiniSlurm

@@ -16,7 +16,7 @@ import pytest
 
 from gems.runs.folder import RunFolder
 from tests.helpers.mini_runs import (
-    ROOT,
+    ENDLESS,
     job_fields,
     jobs,
     said,
@@ -25,6 +25,7 @@ from tests.helpers.mini_runs import (
     wait_for_step,
     wait_until,
 )
+from tests.helpers.processes import ROOT
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import MiniSlurm
@@ -108,7 +109,7 @@ def test_a_job_that_leaves_without_a_word_is_not_shown_as_running(
     mini_slurm: MiniSlurm, tmp_path: Path
 ) -> None:
     """Its launching process is killed: status.json goes on saying that it runs."""
-    job, folder = submit(tmp_path, "train.steps=100000")
+    job, folder = submit(tmp_path, *ENDLESS)
     wait_for_step(folder, 0)
     os.kill(int(folder.read_status()["pid"]), 9)
     wait_until(

@@ -14,7 +14,6 @@ import pytest
 from gems.trace import read_trace
 from tests.helpers.mini_runs import (
     CONFIGURATION,
-    ROOT,
     batch_log,
     beats,
     end_of,
@@ -25,6 +24,7 @@ from tests.helpers.mini_runs import (
     wait_for_step,
     wait_until,
 )
+from tests.helpers.processes import ROOT
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import MiniSlurm
