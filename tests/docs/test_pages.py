@@ -15,7 +15,7 @@ from jobs.__main__ import VERBS as JOBS_VERBS
 from tests.helpers.pages import PAGES, ROOT, Block, anchors, blocks, code_words, links, name, prose
 
 pytestmark = pytest.mark.docs
-MAX_README_WORDS = 1500
+MAX_README_WORDS = 700
 VERBS = {"gems": GEMS_VERBS, "jobs": JOBS_VERBS, "analysis": ANALYSIS_VERBS}
 GROUPS = {f.name: f.default_factory for f in fields(RunSpec) if is_dataclass(f.default_factory)}
 KEY = re.compile(rf"\b({'|'.join(GROUPS)})\.([a-z]\w*)")
