@@ -15,7 +15,7 @@ from analysis.plots.figure import (
     new_figure,
     set_title,
 )
-from gems.utils.units import MIB, bytes_unit, counted, number
+from gems.utils.units import MIB, bytes_unit, counted, format_size, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,7 +74,7 @@ def partition_figure(answer: dict[str, Any]) -> Figure:
     set_title(
         figure,
         times,
-        f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px:"
+        f"{answer['model']} at {format_size(answer)} px:"
         f" {counted(len(layers), 'layer')} in {counted(answer['stages'], 'stage')},"
         f" {answer['schedule']}",
         f"PREDICTED from a {answer['profile_source']} profile ({answer['profile_device']}); "
@@ -144,7 +144,7 @@ def memory_plans_figure(answer: dict[str, Any]) -> Figure:
     set_title(
         figure,
         device,
-        f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px, {answer['schedule']}"
+        f"{answer['model']} at {format_size(answer)} px, {answer['schedule']}"
         f" on {counted(answer['partitions'], 'rank')}",
         "the rank that holds most, SIMULATED, a prediction "
         f"({answer['profile_source']} profile, {answer['profile_device']})",
@@ -226,7 +226,7 @@ def hybrid_figure(answer: dict[str, Any]) -> Figure:
         figure,
         axes,
         "Data parallelism and workers of several devices: PREDICTED",
-        f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px, "
+        f"{answer['model']} at {format_size(answer)} px, "
         f"{answer['worker_batch']:g} samples a step of a worker, bands 95 %",
     )
     return figure

@@ -6,6 +6,7 @@ bases and kinds of scaling.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
@@ -338,7 +339,7 @@ def _line(schedule: ScheduleConfig, parallel: ParallelConfig) -> str:
 def _problem(model: ModelConfig, data: DataConfig) -> tuple[Any, ...]:
     # values may be lists and mappings
     seen = ((key, str(value)) for key, value in sorted(asdict(model).items()))
-    return (*seen, data.channels, data.height_px * data.width_px)
+    return (*seen, data.channels, math.prod(data.sides_px))
 
 
 def base_points(points: Sequence[Point]) -> dict[str, Point]:

@@ -28,8 +28,7 @@ def case_facts(profile: ModelProfile, schedule: Schedule) -> dict[str, Any]:
     return {
         "source": "predicted",
         "model": profile.model,
-        "height_px": profile.height_px,
-        "width_px": profile.width_px,
+        **profile.sides,
         "micro_batch_size": profile.micro_batch_size,
         "dtype": profile.dtype,
         "profile_source": profile.source,

@@ -21,7 +21,7 @@ from gems.schedule.action import COPY_KINDS, RECV_KINDS, SEND_KINDS
 from gems.simulation.calibration import confidence_of
 from gems.simulation.prediction import with_jitter
 from gems.utils.tables import table
-from gems.utils.units import MIB, counted
+from gems.utils.units import MIB, counted, format_size
 
 POLICY_COLUMNS = {
     "policy": "",
@@ -196,7 +196,7 @@ def _head(answer: dict[str, Any]) -> str:
     )
     strips = f" of {in_words(answer['division'])}" if answer["strips"] > 1 else ""
     return (
-        f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px, {answer['schedule']}"
+        f"{answer['model']} at {format_size(answer)} px, {answer['schedule']}"
         f" on {counted(answer['partitions'], 'rank')},"
         f" {counted(answer['micro_batches'], 'micro-batch', 'es')}{strips},"
         f" {limit}: predicted ({answer['profile_source']} profile, {answer['profile_device']})"

@@ -17,7 +17,7 @@ from gems.plan.draft import Draft
 from gems.plan.largest_image import LargestImage, largest_image
 from gems.plan.strips_choice import in_words, shown
 from gems.utils.tables import table
-from gems.utils.units import GIB, MIB
+from gems.utils.units import GIB, MIB, format_size
 
 PEERS = ("torchgpipe_size", "torchgpipe_time")
 
@@ -96,7 +96,7 @@ def _entry(
 
 def _table(answer: dict[str, Any], entries: Sequence[dict[str, Any]]) -> str:
     head = (
-        f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px, {answer['layers']}"
+        f"{answer['model']} at {format_size(answer)} px, {answer['layers']}"
         f" layers in {answer['stages']} stages on {answer['partitions']} ranks,"
         f" {answer['schedule']}: predicted ({answer['profile_source']} profile,"
         f" {answer['profile_device']})"

@@ -15,7 +15,7 @@ from gems.partition.dlplacer.subgraphs import closed_form_s
 from gems.partition.operator_placement import place_operators
 from gems.profile.subject import Subject
 from gems.utils.tables import table
-from gems.utils.units import MIB
+from gems.utils.units import MIB, format_size
 
 MAX_DEVICES = 64
 # Pal et al. 2019 (arXiv 1907.13257), DGX-1 with V100: recalled, not read again from the paper.
@@ -62,8 +62,7 @@ def _answer(subject: Subject, found: OperatorPlacement) -> dict[str, Any]:
     return {
         "source": "predicted",
         "model": title_of(subject.model),
-        "height_px": subject.data.height_px,
-        "width_px": subject.data.width_px,
+        **subject.data.sides,
         "micro_batch_size": subject.parallel.micro_batch_size,
         "dtype": subject.train.layer_dtype,
         "machine": subject.machine.name,
@@ -112,7 +111,7 @@ def _table(answer: dict[str, Any]) -> str:
     if rate is not None:
         links = f"links of {rate / 1e9:g} GB/s and {answer['link_latency_s'] * 1e6:g} us"
     head = (
-        f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px, micro-batch"
+        f"{answer['model']} at {format_size(answer)} px, micro-batch"
         f" {answer['micro_batch_size']}, {answer['operators']} operators in {answer['pieces']}"
         f" pieces on {answer['devices']} x {answer['machine']}, {links}: predicted"
     )

@@ -24,7 +24,7 @@ from gems.search.fastest import BUDGET_S, NUM_BEST, fastest
 from gems.search.in_strips import in_strips
 from gems.simulation.calibration import confidence_of
 from gems.utils.tables import table
-from gems.utils.units import GIB
+from gems.utils.units import GIB, format_size
 
 HYBRID = "--hybrid"
 STRIPS = "--strips"
@@ -107,7 +107,7 @@ def _table(answer: dict[str, Any], found: SearchResult[Choice], has_noise: bool)
         ", memory unlimited" if device_bytes is None else f", {device_bytes / GIB:.1f} GiB each"
     )
     head = (
-        f"{answer['model']} {answer['height_px']} x {answer['width_px']} px on {answer['gpus']}"
+        f"{answer['model']} {format_size(answer, ' x ')} px on {answer['gpus']}"
         f" GPUs ({answer['machine']}{device}), {first.candidate.global_batch} images a step:"
         " simulated, a prediction"
     )

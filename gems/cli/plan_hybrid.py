@@ -24,7 +24,7 @@ from gems.search.hybrid.quantity import Quantity
 from gems.search.hybrid.worker_step import Worker, WorkerStep
 from gems.simulation.costs import counts_units
 from gems.utils.tables import RIGHT, table
-from gems.utils.units import counted
+from gems.utils.units import counted, format_size
 
 SCHEMA = "gems.hybrid/1"
 MAX_DEVICES = 1024
@@ -81,8 +81,7 @@ def show_hybrid(spec: RunSpec, options: Options) -> int:
         "schema": SCHEMA,
         "source": "predicted",
         "model": spec.model.name,
-        "height_px": spec.data.height_px,
-        "width_px": spec.data.width_px,
+        **spec.data.sides,
         "schedule": spec.schedule.name,
         "memory": spec.memory.name,
         "machine": spec.machine.name,
@@ -193,7 +192,7 @@ def _head(answer: Mapping[str, Any]) -> list[str]:
     )
     return [
         (
-            f"{answer['model']} at {answer['height_px']}x{answer['width_px']} px,"
+            f"{answer['model']} at {format_size(answer)} px,"
             f" {answer['schedule']}, {answer['worker_batch']:g} samples a step of a worker: C = T x"
             " S x E, predicted"
         ),

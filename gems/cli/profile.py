@@ -15,7 +15,7 @@ from gems.profile.spans import Spans
 from gems.profile.store import profile_alone, read_document
 from gems.profile.subject import Subject
 from gems.utils.tables import Cell, table
-from gems.utils.units import format_bytes
+from gems.utils.units import format_bytes, format_size
 
 COLUMNS = {
     "layer": "",
@@ -65,7 +65,7 @@ def extrapolated(data: DataConfig, size: int, points: Sequence[ModelProfile]) ->
     """
     from gems.profile.scaling import extrapolate
 
-    found = extrapolate(points, data.height_px, data.width_px, size)
+    found = extrapolate(points, data.sides, size)
     error = found.facts["error"]
     said = (
         "not known: it takes three sizes"
@@ -107,7 +107,7 @@ def whole_peak_bytes(profile: ModelProfile) -> int:
 
 def _table(profile: ModelProfile) -> str:
     head = (
-        f"{profile.model}: {profile.micro_batch_size} x {profile.height_px} x {profile.width_px}"
+        f"{profile.model}: {profile.micro_batch_size} x {format_size(profile.sides, ' x ')}"
         f" px, {profile.dtype}, {profile.source} on {profile.device}"
     )
     rows = [

@@ -147,12 +147,13 @@ def _cap_checks(
 def _grid_checks(parallel: ParallelConfig) -> Iterator[Check]:
     """Yield what is wrong with the blocks of an image."""
     if isinstance(parallel.strips, list):
-        is_wrong = len(parallel.strips) not in (1, 2) or 0 in parallel.strips
+        is_wrong = len(parallel.strips) not in (1, 2, 3) or 0 in parallel.strips
         yield (
             is_wrong or parallel.num_strips > MAX_STRIPS,
             "parallel.strips",
             parallel.strips,
-            f"must be a number, or [rows, columns] of 1 or more, of at most {MAX_STRIPS} blocks",
+            f"must be a number, or [rows, columns] of 1 or more, of at most {MAX_STRIPS} blocks;"
+            " of volumes [depth, rows, columns]",
             "",
         )
 

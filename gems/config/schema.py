@@ -24,6 +24,7 @@ from gems.config.recipe import OptimizerConfig as OptimizerConfig
 from gems.config.registries import COSTS, METHODS, POLICIES
 from gems.config.training import TrainConfig as TrainConfig
 from gems.schedule import ACTIONS, FAMILIES, FROM_FILE, PLACED, PLACEMENTS
+from gems.utils.units import sides_of
 
 LAYOUTS = ("auto", "chw", "hwc")
 NORMALIZATIONS = ("fixed", "imagenet", "computed", "none")
@@ -124,6 +125,9 @@ class DataConfig:
     )
     task: str | None = choice(
         None, TASKS, "what the labels of the samples are; null: as the source gives them"
+    )
+    depth_px: int | None = number(
+        None, "depth of a volume, its first axis; null: images", min=1, max=MAX_SIDE
     )
     height_px: int = number(32, "height of an image", min=1, max=MAX_SIDE)
     width_px: int = number(32, "width of an image", min=1, max=MAX_SIDE)
@@ -236,6 +240,16 @@ class DataConfig:
         in_run_id=False,
     )
 
+    @property
+    def sides(self) -> dict[str, int]:
+        """The size of a sample along each axis, by its key: of a volume, the depth first."""
+        return sides_of(self)
+
+    @property
+    def sides_px(self) -> tuple[int, ...]:
+        """The size of a sample along each axis: (height, width), or (depth, height, width)."""
+        return tuple(self.sides.values())
+
     def __post_init__(self) -> None:
         if isinstance(self.class_map, dict):  # the values of a mask are numbers in YAML
             self.class_map = {str(name): label for name, label in self.class_map.items()}
@@ -270,7 +284,8 @@ class ParallelConfig:
     strips: Any = counts(
         1,
         "strips of rows in which a micro-batch runs, one after the other; 0: as many as make the"
-        " step fastest; [rows, columns]: blocks, in so many rows and columns",
+        " step fastest; [rows, columns]: blocks, in so many rows and columns; of volumes"
+        " [depth, rows, columns], or the first of these",
         max=MAX_STRIPS,
     )
     min_strip_positions: int = number(
@@ -295,7 +310,7 @@ class ParallelConfig:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Parts of an image along each axis: strips of rows, or rows and columns of blocks."""
+        """Parts of an image along each axis from the first on: strips, or blocks along several."""
         return tuple(self.strips) if isinstance(self.strips, list) else (self.strips,)
 
     @property

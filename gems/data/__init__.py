@@ -150,10 +150,11 @@ def sources_of(kind: str) -> list[str]:
 def sample_shape(data: DataConfig) -> tuple[int, ...]:
     """Return the shape of one sample.
 
-    It is (channels, height, width) for an image, and (length,) or (2, length) for tokens.
+    It is (channels, height, width) for an image, with the depth before the height for a volume, and
+    (length,) or (2, length) for tokens.
     """
     if kind_of(data) == IMAGES:
-        return data.channels, data.height_px, data.width_px
+        return data.channels, *data.sides_px
     return (2, data.length) if kind_of(data) == TOKEN_PAIRS else (data.length,)
 
 

@@ -10,12 +10,12 @@ import random
 import sys
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,19 +42,33 @@ LARGE = 2**28  # images with more values than this should not be held whole
 _BAND_PX = 256
 
 
-class Box(NamedTuple):
-    """A range of rows and a range of columns of an image."""
+class Box(tuple[slice, ...]):
+    """A part of a sample: a range along each axis."""
 
-    rows: slice
-    columns: slice
+    __slots__ = ()
+
+    def __new__(cls, *spans: slice) -> Box:
+        """Return the part of these ranges, the columns last."""
+        return super().__new__(cls, spans)
+
+    @property
+    def rows(self) -> slice:
+        """The range of rows."""
+        return self[-2]
+
+    @property
+    def columns(self) -> slice:
+        """The range of columns."""
+        return self[-1]
 
 
 class Dataset(ABC):
     """Labelled samples of one shape in two splits, read by index in any order.
 
-    Images have shape (channels, height, width). `seed` determines everything random. Subclasses
-    supply pixels and labels; this class augments and checks bounds. If samples are tokens, `dtype`
-    is int64 and a label is an array: a class for each of several places.
+    Images have shape (channels, height, width), volumes (channels, depth, height, width). `seed`
+    determines everything random. Subclasses supply pixels and labels; this class augments and
+    checks bounds. If samples are tokens, `dtype` is int64 and a label is an array: a class for each
+    of several places.
     """
 
     dtype: ClassVar[type[np.float32] | type[np.int64]] = np.float32
@@ -86,8 +100,9 @@ class Dataset(ABC):
         """Return one sample.
 
         An image is float32 of shape (channels, height, width), with about zero mean and unit
-        variance. Training images are flipped (and turned by 90 degrees if square) at random, as
-        determined by (seed, index, draw); validation images never are.
+        variance. Training images are flipped (and turned by 90 degrees in the plane of rows and
+        columns if that is square) at random, as determined by (seed, index, draw); validation
+        images never are.
 
         Raises:
             IndexError: The index is outside the split.
@@ -104,37 +119,36 @@ class Dataset(ABC):
         return math.prod(self.shape) > LARGE
 
     def bands(self) -> Iterator[Box]:
-        """Yield bands of rows of an image, from top to bottom."""
-        _, height, width = self.shape
-        for first in range(0, height, _BAND_PX):
-            yield Box(slice(first, min(first + _BAND_PX, height)), slice(0, width))
+        """Yield bands of an image along its first axis, of about as many values as 256 rows."""
+        first_side, *inner = self.shape[1:]
+        step = max(1, _BAND_PX * inner[-1] // math.prod(inner))
+        for first in range(0, first_side, step):
+            band = slice(first, min(first + step, first_side))
+            yield Box(band, *(slice(0, side) for side in inner))
 
     def reads_rows(self, split: Split) -> bool:
         """Return whether `rows` reads little more than the rows it returns, never a whole image."""
         return False
 
     def rows(
-        self,
-        split: Split,
-        index: int,
-        draw: int,
-        first: int,
-        end: int,
-        columns: tuple[int, int] | None = None,
+        self, split: Split, index: int, draw: int, first: int, end: int, *inner: tuple[int, int]
     ) -> Image:
-        """Return rows `first` to `end` of the image that `image` returns, or some columns of them."""
-        left, right = columns or (0, self.shape[2])
+        """Return rows `first` to `end` of the image that `image` returns, or a part of them.
+
+        `inner` are the ranges along the axes after the first; without them, all is returned.
+        """
+        channels, *sides = self.shape
+        spans = [(first, end), *(inner or ((0, side) for side in sides[1:]))]
+        box = Box(*(slice(*span) for span in spans))
         if not self.reads_rows(split):
             whole = cast(Image, self.image(split, index, draw))
-            return np.ascontiguousarray(whole[:, first:end, left:right])
+            return np.ascontiguousarray(whole[:, *box])
         self._check(split, index)
-        channels, height, width = self.shape
-        made = np.empty((channels, end - first, right - left), dtype=np.float32)
+        made = np.empty((channels, *(end - start for start, end in spans)), dtype=np.float32)
         upright = made
-        box = Box(slice(first, end), slice(left, right))
         if split == "train" and self.augment:
             rng = generator(self.seed, "augment", index, draw)
-            upright, box = unturned(made, box, (height, width), rng)
+            upright, box = unturned(made, box, sides, rng)
         self._write(split, index, box, upright)
         return made
 
@@ -147,7 +161,7 @@ class Dataset(ABC):
         """
         self._check(split, index)
         found = self._label(split, index)
-        if split != "train" or not self.augment or np.ndim(found) != 2:
+        if split != "train" or not self.augment or np.ndim(found) < 2:
             return found
         mask: Any = np.asarray(found)[np.newaxis]
         return cast(
@@ -311,9 +325,7 @@ def as_label(value: Any, data: DataConfig, task: str, name: str) -> Label:
             not finite.
     """
     given = np.asarray(value.detach() if hasattr(value, "detach") else value)
-    shape = {"classification": (), "segmentation": (data.height_px, data.width_px)}.get(
-        task, (data.num_classes,)
-    )
+    shape = {"classification": (), "segmentation": data.sides_px}.get(task, (data.num_classes,))
     sides = [[side for side in each if side != 1] for each in (given.shape, shape)]
     if given.shape != shape and given.ndim > len(shape) and sides[0] == sides[1]:
         given = given.reshape(shape)  # a shape such as (1,) or (1, height, width)
@@ -390,48 +402,40 @@ def _as_array(label: Label) -> NDArray[Any]:
 
 
 def turned(image: Image, rng: np.random.Generator) -> Image:
-    """Return an image (channels, height, width), randomly flipped and, if square, turned.
+    """Return an image (channels, *sides), randomly flipped and, if its planes are square, turned.
 
-    A square image has 8 possible results, any other image 4.
+    It is flipped along any axis. A square image has 8 possible results, any other image 4.
     """
-    flip_rows, flip_columns, swap = rng.integers(2, size=3)
-    if flip_rows:
-        image = image[:, ::-1, :]
-    if flip_columns:
-        image = image[:, :, ::-1]
-    if swap and image.shape[1] == image.shape[2]:
-        image = image.transpose(0, 2, 1)
-    return image
+    *flips, swap = rng.integers(2, size=image.ndim)
+    image = np.flip(image, tuple(axis for axis, is_flipped in enumerate(flips, 1) if is_flipped))
+    return image.swapaxes(-1, -2) if swap and image.shape[-1] == image.shape[-2] else image
 
 
 def unturned(
-    part: Image, box: Box, sides_px: tuple[int, int], rng: np.random.Generator
+    part: Image, box: Box, sides_px: Sequence[int], rng: np.random.Generator
 ) -> tuple[Image, Box]:
     """Map a part of the image that `turned` returns back to the unturned image.
 
     `rng` must be in the same state as the generator passed to `turned`.
 
     Args:
-        part: The part (channels, rows, columns).
+        part: The part (channels, *sides).
         box: Where it is in the turned image.
-        sides_px: Height and width of the whole image.
+        sides_px: The sides of the whole image.
         rng: The generator.
 
     Returns:
         A view of `part` in the orientation of the unturned image, and its box in that image.
     """
-    height, width = sides_px
-    flip_rows, flip_columns, swap = rng.integers(2, size=3)
-    rows, columns = box.rows, box.columns
-    if swap and height == width:
-        part, rows, columns = part.transpose(0, 2, 1), columns, rows
-    if flip_columns:
-        part = part[:, :, ::-1]
-        columns = slice(width - columns.stop, width - columns.start)
-    if flip_rows:
-        part = part[:, ::-1, :]
-        rows = slice(height - rows.stop, height - rows.start)
-    return part, Box(rows, columns)
+    *flips, swap = rng.integers(2, size=part.ndim)
+    spans = list(box)
+    if swap and sides_px[-1] == sides_px[-2]:
+        part = part.swapaxes(-1, -2)
+        spans[-2:] = spans[:-3:-1]
+    for axis in (axis for axis, is_flipped in enumerate(flips) if is_flipped):
+        part = np.flip(part, 1 + axis)
+        spans[axis] = slice(sides_px[axis] - spans[axis].stop, sides_px[axis] - spans[axis].start)
+    return part, Box(*spans)
 
 
 def batch_indices(num_images: int, seed: int, step: int, global_batch: int) -> NDArray[np.int64]:

@@ -62,7 +62,7 @@ class ImageDataset(Dataset):
 
     def __init__(self, data: DataConfig, num_train: int, num_validation: int, seed: int) -> None:
         check_images(data)
-        shape = (data.channels, data.height_px, data.width_px)
+        shape = (data.channels, *data.sides_px)
         augment = data.augment and data.transform is None
         super().__init__(shape, data.num_classes, num_train, num_validation, seed, augment)
         for split, count in (("train", num_train), ("validation", num_validation)):
@@ -105,7 +105,7 @@ class ImageDataset(Dataset):
         A mask is transformed together with its image.
         """
         found = super().label(split, index, draw)
-        if self._is_transformed(split) and np.ndim(found) == 2:
+        if self._is_transformed(split) and np.ndim(found) >= 2:
             return self.sample(split, index, draw)[1]
         return found
 
@@ -118,7 +118,7 @@ class ImageDataset(Dataset):
         if gaps is not None:
             values = np.where(gaps, fill, values)
         label = super().label(split, index, draw)
-        mask = np.asarray(label) if np.ndim(label) == 2 else None
+        mask = np.asarray(label) if np.ndim(label) >= 2 else None
         with seeded(self.seed, "transform", index, draw) as number:
             values, mask = self._transformed(values, mask, number, self.name_of(split, index))
         made = self._normalised(values)
@@ -184,7 +184,7 @@ class ImageDataset(Dataset):
 
         Other labels are returned unchanged.
         """
-        nodata = self.nodata(split, index) if np.ndim(label) == 2 else None
+        nodata = self.nodata(split, index) if np.ndim(label) >= 2 else None
         if nodata is None:
             return label
         mask = np.asarray(label)
@@ -198,7 +198,7 @@ class ImageDataset(Dataset):
     def statistics(self) -> tuple[Image, Image]:
         """Return the mean and standard deviation of each channel as shares of the range.
 
-        Both have shape (channels, 1, 1).
+        Both have shape (channels, 1, 1), of volumes (channels, 1, 1, 1).
         """
         if self._normalization is None:
             data = self.config
@@ -211,7 +211,10 @@ class ImageDataset(Dataset):
                     known[data.normalization] if data.normalization in known else self._computed()
                 )
             mean, deviation = (
-                np.resize(np.asarray(part, dtype=np.float64), (channels, 1, 1)) for part in found
+                np.resize(
+                    np.asarray(part, dtype=np.float64), (channels, *[1] * len(self.shape[1:]))
+                )
+                for part in found
             )
             self._normalization = mean.astype(np.float32), deviation.astype(np.float32)
         return self._normalization
@@ -263,7 +266,7 @@ class ImageDataset(Dataset):
         """Yield a training image in bands, from top to bottom; read large images band by band."""
         whole = None if self.is_large and self.reads_rows("train") else self.values("train", index)
         for box in self.bands():
-            yield self.part("train", index, box) if whole is None else whole[:, box.rows]
+            yield self.part("train", index, box) if whole is None else whole[:, box[0]]
 
     def _transformed(
         self, values: Values, mask: NDArray[Any] | None, number: int, name: str
@@ -368,7 +371,7 @@ class FileDataset(ImageDataset):
         """Return a part of the image that `values` returns."""
         path = self.path(split, index)
         data = self.config
-        values = read_tiff(path, data.page, data.channels, box)
+        values = read_tiff(path, data.page, data.channels, (box.rows, box.columns))
         return checked(values, data, str(path), self.nodata(split, index), box.rows.start)
 
 

@@ -58,7 +58,7 @@ def _inspect(data: DataConfig, seed: int) -> None:
         for index in _first_of_each_class(dataset, split, task_of(data)):
             if dataset.is_large and dataset.reads_rows(split):
                 for band in dataset.bands():
-                    dataset.rows(split, index, 0, band.rows.start, band.rows.stop)
+                    dataset.rows(split, index, 0, band[0].start, band[0].stop)
                 dataset.label(split, index)
                 continue
             image, _ = dataset.sample(split, index)
@@ -71,7 +71,7 @@ def _inspect(data: DataConfig, seed: int) -> None:
                     "data.height_px",
                     data.height_px,
                     text,
-                    "set data.channels, height_px and width_px",
+                    f"set data.channels, {' and '.join(data.sides)}",
                 )
     if files:
         _examine(dataset)

@@ -12,14 +12,16 @@ from gems.data.dataset import Dataset, Split
 from gems.errors import ConfigError
 from gems.utils.targets import target_error
 
+Part = tuple[tuple[int, int], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
     """The (index, draw) pairs of one micro-batch, shape (size, 2), and the parts that a rank needs.
 
     Samples after the first `num_known` only fill the micro-batch and have no label; if None, all
-    have one. With `rows`, (first, end), only these rows of the images are read, or `columns` of
-    them, and no labels.
+    have one. With `part`, (first, end) along each axis, only this part of the images is read, and
+    no labels.
     """
 
     split: Split
@@ -27,8 +29,7 @@ class ReadRequest:
     images: bool
     labels: bool
     num_known: int | None = None
-    rows: tuple[int, int] | None = None
-    columns: tuple[int, int] | None = None
+    part: Part | None = None
 
 
 class MicroBatchReader:
@@ -58,10 +59,10 @@ class MicroBatchReader:
     def _read(
         self, request: ReadRequest, samples: NDArray[np.int64]
     ) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
-        if request.rows is None:
+        if request.part is None:
             return self._dataset.batch(request.split, samples, request.images, request.labels)
         found = [
-            self._dataset.rows(request.split, index, draw, *request.rows, request.columns)
+            self._dataset.rows(request.split, index, draw, *request.part[0], *request.part[1:])
             for index, draw in samples.tolist()
         ]
         return found[0][np.newaxis] if len(found) == 1 else np.stack(found), None

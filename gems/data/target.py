@@ -35,6 +35,7 @@ from gems.utils.targets import (
     source_of,
     target_error,
 )
+from gems.utils.units import SIDES
 
 KEY = "data.target"
 SPLITS: tuple[Split, Split] = ("train", "validation")
@@ -63,7 +64,7 @@ class TargetDataset(Dataset):
             len(_measured(self._target, given)) if some is None else len(some)
             for given, some in self._splits.values()
         ]
-        shape = (data.channels, data.height_px, data.width_px)
+        shape = (data.channels, *data.sides_px)
         super().__init__(shape, data.num_classes, counts[0], counts[1], seed, augment=False)
         train = self._splits["train"][0]
         num_classes = getattr(train, "num_classes", None)
@@ -83,7 +84,7 @@ class TargetDataset(Dataset):
         self._collate: Callable[[list[Any]], Any] | None = getattr(train, "collate", None)
 
     def image(self, split: Split, index: int, draw: int = 0) -> Image | Tokens:
-        """Return one sample of the dataset as float32 of shape (channels, height, width)."""
+        """Return one sample of the dataset as float32 of shape (channels, *sides)."""
         return self._as_image(self._read(split, index, draw)[0], split, index)
 
     def label(self, split: Split, index: int, draw: int = 0) -> Label:
@@ -200,16 +201,18 @@ class TargetDataset(Dataset):
         text = (
             f"{self.name_of(split, index)} has shape {given.shape}, and the keys say {self.shape}"
         )
-        if given.ndim != 3:
-            raise ConfigError(
-                KEY, self._target, text, "must be an array or tensor (channels, height, width)"
-            )
-        channels, height, width = given.shape
-        if not is_tensor and width <= 4 < channels:
+        if given.ndim not in (3, 4):
+            shapes = "(channels, height, width), or of a volume (channels, depth, height, width)"
+            raise ConfigError(KEY, self._target, text, f"must be an array or tensor {shapes}")
+        channels, *sides = given.shape
+        if not is_tensor and sides[-1] <= 4 < channels:
             raise ConfigError(
                 KEY, self._target, text, "give channels first, as a tensor or by transpose(2, 0, 1)"
             )
-        advice = f"set data.channels={channels} data.height_px={height} data.width_px={width}"
+        named = zip(SIDES[-len(sides) :], sides, strict=True)
+        advice = " ".join(
+            [f"set data.channels={channels}", *(f"data.{name}={side}" for name, side in named)]
+        )
         raise ConfigError(KEY, self._target, text, advice)
 
     def _finite(self, image: Image, name: str) -> Image:
@@ -423,7 +426,14 @@ def _stamps(value: Any) -> list[str]:
     return []
 
 
-KEYS = ("kwargs", "validation_target", "validation_kwargs", "split_path", "ignore_label")
+KEYS = (
+    "depth_px",
+    "kwargs",
+    "validation_target",
+    "validation_kwargs",
+    "split_path",
+    "ignore_label",
+)
 SOURCE = Source(TargetDataset, check, tasks=TASKS, counts_itself=True, keys=KEYS)
 
 

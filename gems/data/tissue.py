@@ -55,7 +55,7 @@ class TissueDataset(Dataset):
         from skimage.filters import threshold_otsu
 
         otsu: Any = threshold_otsu
-        shape = (data.channels, data.height_px, data.width_px)
+        shape = (data.channels, *data.sides_px)
         super().__init__(shape, 2, data.train_samples, data.validation_samples, seed, data.augment)
         self.slide = read_slide()
         self.field_shape_px = field_shape_px(data)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise, tee
+from itertools import pairwise, product, tee
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -28,7 +28,7 @@ from torch.utils.data import Dataset as TorchDataset
 from gems.config.schema import RunSpec
 from gems.data import Dataset, open_dataset
 from gems.data.dataset import batch_indices, micro_batch_slice
-from gems.data.micro_batch_reader import MicroBatchReader, ReadRequest
+from gems.data.micro_batch_reader import MicroBatchReader, Part, ReadRequest
 from gems.engine.device import DTYPES, CopyIn
 from gems.engine.executor import Batch
 from gems.engine.transport.mpi import Comm, allgather
@@ -197,7 +197,7 @@ class BatchLoader:
         """
         data = self._spec.data
         num_strips = self._spec.parallel.num_strips
-        rows, columns = self._spans() if strip_order else ([], [])
+        parts = self._parts() if strip_order else []
 
         def by_strip(step: int) -> Requests:
             whole = dict(requests(step))
@@ -205,9 +205,7 @@ class BatchLoader:
             strips = []
             for key in strip_order:
                 m, strip = divmod(key[0], num_strips)
-                row, column = divmod(strip, len(columns))
-                part = replace(whole[m], labels=False, rows=rows[row], columns=columns[column])
-                strips.append((key, part))
+                strips.append((key, replace(whole[m], labels=False, part=parts[strip])))
             return [*labels, *strips]
 
         wanted = by_strip if strip_order else requests
@@ -220,12 +218,18 @@ class BatchLoader:
         depth = 0 if data.num_workers or self._data.seeds_process else ahead
         return Steps(reader, wanted, *steps, depth)
 
-    def _spans(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Return the rows and the columns of the parts of an image."""
-        data = self._spec.data
-        sides = zip((data.height_px, data.width_px), (*self._spec.parallel.grid, 1), strict=False)
-        rows, columns = (list(pairwise((0, *even_ends(side, parts)))) for side, parts in sides)
-        return rows, columns
+    def _parts(self) -> list[Part]:
+        """Return the spans of each part of an image along its axes, in raster order."""
+        sides = self._spec.data.sides_px
+        grid = (*self._spec.parallel.grid, *[1] * len(sides))
+        return list(
+            product(
+                *(
+                    pairwise((0, *even_ends(side, number)))
+                    for side, number in zip(sides, grid, strict=False)
+                )
+            )
+        )
 
     def _on_device(self, batch: Batch) -> Batch:
         """Return a batch on the device; on a GPU, images are available as copies arrive."""
@@ -297,8 +301,8 @@ class Steps:
         self.reader = reader
         self._requests = requests
         layout = requests(first)
-        self._num_whole = sum(request.rows is None for _, request in layout)
-        self._places = {key: place for place, (key, one) in enumerate(layout) if one.rows}
+        self._num_whole = sum(request.part is None for _, request in layout)
+        self._places = {key: place for place, (key, one) in enumerate(layout) if one.part}
         self._per_step = len(layout)
         expected, sent = tee(one for step in range(first, end) for one in requests(step))
         # neither zip nor enumerate: both keep their last item alive until the next call

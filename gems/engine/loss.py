@@ -411,13 +411,14 @@ class SummedLoss:
             return (values.round() if self._task == "multi_label" else values), like
         shape = (_SAMPLES,) if kind_of(data) == IMAGES else (_SAMPLES, data.length)
         if self._task == "segmentation":
-            sides = data.height_px, data.width_px
+            sides = data.sides_px
             tensors = list(tensors_in(like))
             if max(sides) > _SIDE_PX and all(
                 tuple(tensor.shape[2:]) == sides for tensor in tensors
             ):
-                like = map_tensors(lambda each: each[:, :, :_SIDE_PX, :_SIDE_PX], like)
-                sides = min(sides[0], _SIDE_PX), min(sides[1], _SIDE_PX)
+                corner = tuple(slice(_SIDE_PX) for _ in sides)
+                like = map_tensors(lambda each: each[:, :, *corner], like)
+                sides = tuple(min(side, _SIDE_PX) for side in sides)
             shape = (_SAMPLES, *sides)
         return torch.randint(data.num_classes, shape, generator=generator).to(device), like
 

@@ -96,8 +96,17 @@ def check_image(model: ModelConfig, data: DataConfig, micro_batch_size: int | No
     if model.target is not None:
         imported.check_batch(model, data, micro_batch_size)
         return
+    if data.depth_px is not None:
+        text = f"is for volumes, and model={model.name} takes images"
+        raise ConfigError(
+            "data.depth_px",
+            data.depth_px,
+            text,
+            "leave it out, or give a network of your own: model.target=package.module.Class",
+        )
     last_px = 1
-    for key, side_px in (("data.height_px", data.height_px), ("data.width_px", data.width_px)):
+    for name, side_px in data.sides.items():
+        key = f"data.{name}"
         normed_px = _normed_px(model, side_px)
         if not normed_px:
             least_px = _least_side(model, 1)

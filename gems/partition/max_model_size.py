@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from typing import Any
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
@@ -93,7 +94,7 @@ def least_bytes(case: PartitionCase) -> int:
 
 @dataclass(frozen=True)
 class Axis:
-    """A size of a run that can grow: its depth, its resolution (both sides) or its micro-batch."""
+    """A size of a run that can grow: its depth, its resolution (all sides) or its micro-batch."""
 
     spec: RunSpec
     name: str
@@ -108,7 +109,8 @@ class Axis:
                 model = replace(model, block=block_of(model))
             return replace(spec, model=replace(model, depth=value))
         if self.name == RESOLUTION:
-            return replace(spec, data=replace(spec.data, height_px=value, width_px=value))
+            sides: dict[str, Any] = dict.fromkeys(spec.data.sides, value)
+            return replace(spec, data=replace(spec.data, **sides))
         return replace(spec, parallel=replace(spec.parallel, micro_batch_size=value))
 
     def search(self, fits: Callable[[int], bool], first: int = 1, tolerance: float = 0.0) -> int:

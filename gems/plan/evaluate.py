@@ -289,12 +289,17 @@ def _check_strips(parallel: ParallelConfig, data: DataConfig, schedule: Schedule
     Raises:
         ConfigError: it cannot.
     """
-    rows, columns = (*parallel.grid, 1)[:2]
+    sides = {f"data.{name}": side for name, side in data.sides.items()}
+    divided = list(zip(sides.items(), parallel.grid, strict=False))
+    axes = len(parallel.grid)
     faults = {
         f"data.name={data.name}, whose samples are no images": kind_of(data) != IMAGES,
         "schedule.memory_actions": bool(schedule.memory_actions),
-        f"data.height_px={data.height_px}, which has fewer rows": rows > data.height_px,
-        f"data.width_px={data.width_px}, which has fewer columns": columns > data.width_px,
+        f"{' and '.join(sides)}, which are fewer than its {axes} axes": axes > len(sides),
+        **{
+            f"{key}={side}, which is less than its {parts} parts": parts > side
+            for (key, side), parts in divided
+        },
     }
     for fault in (text for text, is_so in faults.items() if is_so):
         _refuse_strips(parallel.strips, fault)

@@ -19,12 +19,11 @@ STRIP_ROWS = 256  # for networks that support strips of rows only
 BLOCK_PX = 1024  # side of the first blocks to try
 UNIT_PX = 32  # sides of blocks are multiples of this and of the model's stride
 PRECISION = 0.01  # relative, of the side
-MOST_BLOCKS = math.isqrt(MAX_STRIPS)  # along an axis
 
 
 @dataclass(frozen=True, slots=True)
 class LargestImage:
-    """A square image that trains, with its division, step time and peak of the fullest rank."""
+    """A square or cubic image that trains, with its division, step time and peak of the fullest rank."""
 
     side_px: int
     strips: Division
@@ -34,7 +33,7 @@ class LargestImage:
 
 
 def largest_image(spec: RunSpec) -> LargestImage | None:
-    """Return the largest square image that a resolved run trains in parts on its devices.
+    """Return the largest square or cubic image that a resolved run trains in parts on its devices.
 
     The parts are as configured, or else square blocks, or strips of rows if the network does not
     support blocks. Return None if a layer needs the whole image, or if not even a small one fits.
@@ -43,9 +42,9 @@ def largest_image(spec: RunSpec) -> LargestImage | None:
     axis = Axis(replace(spec, memory=memory), RESOLUTION)
 
     @cache
-    def trained(side_px: int, rows: int, columns: int) -> LargestImage | None:
+    def trained(side_px: int, *grid: int) -> LargestImage | None:
         print(".", end="", file=sys.stderr, flush=True)
-        strips: Division = [rows, columns] if columns > 1 else rows
+        strips: Division = list(grid) if max(grid[1:], default=1) > 1 else grid[0]
         sized = axis.at(side_px)
         try:
             plan = evaluate(replace(sized, parallel=replace(sized.parallel, strips=strips)))
@@ -54,7 +53,7 @@ def largest_image(spec: RunSpec) -> LargestImage | None:
         assert plan.peak is not None
         return LargestImage(side_px, strips, memory.name, plan.peak.device_bytes, plan.step_s)
 
-    def divided(grid_of: Callable[[int], tuple[int, int]]) -> LargestImage | None:
+    def divided(grid_of: Callable[[int], tuple[int, ...]]) -> LargestImage | None:
         def at(side_px: int) -> LargestImage | None:
             return trained(side_px, *grid_of(side_px))
 
@@ -62,12 +61,13 @@ def largest_image(spec: RunSpec) -> LargestImage | None:
         return at(side_px) if side_px else None
 
     if spec.parallel.num_strips > 1:
-        rows, columns = (*spec.parallel.grid, 1)[:2]
-        return _unless_refused(lambda: divided(lambda _: (rows, columns)))
+        return _unless_refused(lambda: divided(lambda _: spec.parallel.grid))
     unit_px = math.lcm(UNIT_PX, stride_of(spec.model))
+    axes = len(spec.data.sides)
+    most_blocks = round(MAX_STRIPS ** (1 / axes))
     return _unless_refused(
-        lambda: _in_blocks(lambda side, count: trained(side, count, count), unit_px)
-    ) or _unless_refused(lambda: divided(lambda side_px: (max(2, side_px // STRIP_ROWS), 1)))
+        lambda: _in_blocks(lambda side, count: trained(side, *[count] * axes), unit_px, most_blocks)
+    ) or _unless_refused(lambda: divided(lambda side_px: (max(2, side_px // STRIP_ROWS),)))
 
 
 def _unless_refused(search: Callable[[], LargestImage | None]) -> LargestImage | None:
@@ -80,9 +80,11 @@ def _unless_refused(search: Callable[[], LargestImage | None]) -> LargestImage |
 
 
 def _in_blocks(
-    trained: Callable[[int, int], LargestImage | None], unit_px: int
+    trained: Callable[[int, int], LargestImage | None], unit_px: int, most_blocks: int
 ) -> LargestImage | None:
     """Return the largest image in square blocks; `trained` takes a side and the blocks along it.
+
+    There are at most `most_blocks` along an axis.
 
     Larger blocks need more memory for a block, smaller ones more for the carries between blocks.
     Blocks are halved, starting from the largest of which 2 x 2 fit, as long as a larger image fits.
@@ -91,7 +93,7 @@ def _in_blocks(
     """
 
     def fits(block_px: int, count: int) -> bool:
-        return count <= MOST_BLOCKS and trained(block_px * count, count) is not None
+        return count <= most_blocks and trained(block_px * count, count) is not None
 
     block_px = max(unit_px, BLOCK_PX // unit_px * unit_px)
     while not fits(block_px, 2):

@@ -6,6 +6,8 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import product
+from operator import floordiv
 
 from gems.config.constraints import check_constraints
 from gems.config.schema import (
@@ -26,7 +28,7 @@ GAIN = 0.01  # share of the step time that doubling the strips must save
 SAVING = 0.05  # share of the bytes that doubling the strips must save if nothing fits
 PATIENCE = 2  # slower divisions in a row that end the search
 MOST_SLOWER = 2.0  # times the whole image, above which launches take longer than the work
-Division = int | list[int]  # strips of rows, or rows and columns of blocks
+Division = int | list[int]  # strips, or blocks along several axes
 
 
 def with_fastest_strips(spec: RunSpec, step_s: Callable[[RunSpec], float]) -> RunSpec:
@@ -54,7 +56,7 @@ def with_fastest_strips(spec: RunSpec, step_s: Callable[[RunSpec], float]) -> Ru
     too_large: list[tuple[Division, DoesNotFitError]] = []
     least = math.inf
     num_slower = fewest = 0
-    rows = spec.data.height_px if spec.cost.from_layers else MAX_STRIPS
+    rows = spec.data.sides_px[0] if spec.cost.from_layers else MAX_STRIPS
     for doublings in range(most_strips(spec.parallel, rows).bit_length()):
         if 2**doublings < fewest:
             continue
@@ -118,19 +120,26 @@ def _fastest(
 
 
 def blocks(number: int, data: DataConfig, model: ModelConfig) -> list[list[int]]:
-    """Return the grid (rows, columns) of the squarest blocks of an image, `number` in all, if any.
+    """Return the grid of the squarest blocks of an image or volume, `number` in all, if any.
 
     `number` is a power of two. A square image has no more columns than rows. No block is thinner
     than the model's stride.
     """
-    height_px, width_px = data.height_px, data.width_px
-    grids = [[number >> power, 1 << power] for power in range(1, number.bit_length() - 1)]
+    sides = data.sides_px
+    powers = [1 << power for power in range(number.bit_length())]
     fitting = [
-        (abs(math.log2(height_px * columns / (width_px * rows))), -rows, [rows, columns])
-        for rows, columns in grids
-        if min(height_px // rows, width_px // columns) >= stride_of(model)
+        list(grid)
+        for grid in product(powers, repeat=len(sides))
+        if math.prod(grid) == number
+        and max(grid) < number
+        and min(map(floordiv, sides, grid)) >= stride_of(model)
     ]
-    return [grid for _, _, grid in sorted(fitting)[:1]]
+
+    def rank(grid: list[int]) -> tuple[float, list[int]]:
+        block = [side / parts for side, parts in zip(sides, grid, strict=True)]
+        return max(block) / min(block), [-parts for parts in grid]
+
+    return sorted(fitting, key=rank)[:1]
 
 
 def _leanest(too_large: list[tuple[Division, DoesNotFitError]]) -> tuple[Division, DoesNotFitError]:
@@ -175,10 +184,12 @@ def thin_parts(
     slower = profile.facts.get(STRIPS_OVER_WHOLE, 1.0)
     if not launch_s or slower < MOST_SLOWER:
         return None
-    rows, columns = (*parallel.grid, 1)[:2]
+    sides = data.sides_px
+    grid = (*parallel.grid, *[1] * len(sides))
+    part = " x ".join(str(side // parts) for side, parts in zip(sides, grid, strict=False))
     return (
-        f"{KEY}={shown(parallel.strips)}: parts of {data.height_px // rows} x"
-        f" {data.width_px // columns} px take {slower:.1f} times as long as the whole image,"
+        f"{KEY}={shown(parallel.strips)}: parts of {part} px take {slower:.1f} times as long as the"
+        f" whole image,"
         f" for the launches of their kernels (machine.launch_s={launch_s:g}); use"
         " fewer parts or a larger parallel.micro_batch_size"
     )

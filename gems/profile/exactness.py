@@ -20,9 +20,9 @@ CHECK = 2  # version of the comparison: change it if it would find more
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """The compared image (height, width), and the reasons for layers that were left out."""
+    """The compared image (its sides), and the reasons for layers that were left out."""
 
-    image: tuple[int, int] | None
+    image: tuple[int, ...] | None
     left_out: str = ""
 
     def to_json(self) -> dict[str, Any]:

@@ -31,6 +31,7 @@ ROOT = (
     "source",
     "input_bytes",
 )
+DEPTH = "depth_px"  # of volumes
 
 
 def write_profile(group: h5py.Group, profile: ModelProfile) -> None:
@@ -41,6 +42,8 @@ def write_profile(group: h5py.Group, profile: ModelProfile) -> None:
     group.attrs["schema"] = SCHEMA
     for name in ROOT:
         group.attrs[name] = getattr(profile, name)
+    if profile.depth_px is not None:
+        group.attrs[DEPTH] = profile.depth_px
     group.attrs["versions"] = json.dumps(dict(profile.versions))
     group.attrs["facts"] = json.dumps(dict(profile.facts))
     for name in ("name", "kind"):
@@ -101,6 +104,8 @@ def read_profile(group: h5py.Group) -> ModelProfile:
             for layer, text in zip(layers, group[name][:], strict=True):
                 layer[name] = json.loads(text)
     root = {name: _plain(group.attrs[name]) for name in ("schema", *ROOT)}
+    if DEPTH in group.attrs:
+        root[DEPTH] = _plain(group.attrs[DEPTH])
     more = {name: json.loads(group.attrs[name]) for name in ("versions", "facts")}
     return ModelProfile.from_json({**root, **more, "layers": layers}, group.name)
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from gems.errors import ConfigError
+from gems.utils.units import sides_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +230,12 @@ class ModelProfile:
     input_bytes: int = 0
     versions: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
+    depth_px: int | None = None
+
+    @property
+    def sides(self) -> dict[str, int]:
+        """The size of a sample along each axis, by name: of a volume, the depth first."""
+        return sides_of(self)
 
     @property
     def library_bytes(self) -> int:
@@ -292,6 +299,7 @@ def _check_fields(kind: type, values: Mapping[str, Any]) -> None:
     takes = {
         "str": str,
         "int": int,
+        "int | None": int | None,
         "float": int | float,
         "Mapping[str, str]": Mapping,
         "Mapping[str, Any]": Mapping,

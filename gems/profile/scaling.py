@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +18,15 @@ from gems.profile.model_profile import (
     product_bytes_of,
     stash_of,
 )
+from gems.utils.units import SIDES
 
 
 def extrapolate(
-    points: Sequence[ModelProfile], height_px: int, width_px: int, micro_batch_size: int
+    points: Sequence[ModelProfile], sides: Mapping[str, int], micro_batch_size: int
 ) -> ModelProfile:
-    """Return the profile at another shape, with every figure as a + b x pixels by least squares.
+    """Return the profile of samples with other sides, with every figure as a + b x pixels.
+
+    The line is the least-squares fit over the micro-batches of `points`; `sides` are by name.
 
     For a convolutional network this is exact, except for rounding if a side is not a multiple of
     the network's stride. `facts["error"]` has the largest relative error of the total time and
@@ -37,23 +41,23 @@ def extrapolate(
         error = {"time_s": 0.0, "stash_bytes": 0.0}
         for point in points:
             rest = [other for other in points if _pixels(other) != _pixels(point)]
-            guess = _fit(rest, point.height_px, point.width_px, point.micro_batch_size)
+            guess = _fit(rest, point.sides, point.micro_batch_size)
             for name in error:
                 error[name] = max(error[name], abs(_whole(guess, name) / _whole(point, name) - 1))
-    profile = _fit(points, height_px, width_px, micro_batch_size)
-    shapes = [[point.micro_batch_size, point.height_px, point.width_px] for point in points]
+    profile = _fit(points, sides, micro_batch_size)
+    shapes = [[point.micro_batch_size, *point.sides.values()] for point in points]
     profile = replace(profile, facts={"extrapolated_from": shapes, "error": error})
     return profile.captured(points[0].is_captured)
 
 
 def _fit(
-    points: Sequence[ModelProfile], height_px: int, width_px: int, micro_batch_size: int
+    points: Sequence[ModelProfile], sides: Mapping[str, int], micro_batch_size: int
 ) -> ModelProfile:
     """Return the profile on the line nearest to the points; no value is below 0."""
     pixels = [_pixels(point) for point in points]
     mean = sum(pixels) / len(pixels)
     spread = sum((count - mean) ** 2 for count in pixels)
-    beyond = micro_batch_size * height_px * width_px - mean
+    beyond = micro_batch_size * math.prod(sides.values()) - mean
     weights = [1 / len(pixels) + beyond * (count - mean) / spread for count in pixels]
 
     def at(values: Iterable[float]) -> float:
@@ -95,8 +99,7 @@ def _fit(
 
     return replace(
         points[0],
-        height_px=height_px,
-        width_px=width_px,
+        **{name: sides.get(name) for name in SIDES},  # type: ignore[arg-type]
         micro_batch_size=micro_batch_size,
         layers=tuple(
             fitted_layer(layers) for layers in zip(*(point.layers for point in points), strict=True)
@@ -136,7 +139,7 @@ def _structure(layer: LayerProfile) -> list[list[Saved]]:
 
 
 def _pixels(profile: ModelProfile) -> int:
-    return profile.micro_batch_size * profile.height_px * profile.width_px
+    return profile.micro_batch_size * math.prod(profile.sides.values())
 
 
 def _whole(profile: ModelProfile, name: str) -> float:

@@ -31,6 +31,7 @@ from gems.profile.subject import Subject
 from gems.utils.cache import cached, keep_cached, read_cached
 from gems.utils.gpus import may_have_gpu
 from gems.utils.run_module import RUN_MODULE
+from gems.utils.units import SIDES
 
 PROFILER = 16  # increase it if profilers give other figures
 DISTRIBUTIONS = ("torch", "numpy")
@@ -151,7 +152,7 @@ def _with_times_of_strips(subject: Subject, profile: ModelProfile) -> ModelProfi
         work = strip_work(subject)
     except ConfigError:
         return profile
-    sides = subject.data.height_px, subject.data.width_px
+    whole = math.prod(subject.data.sides_px)
     by_sides: dict[tuple[int, ...], ModelProfile] = {}
     layers = []
     for number, (layer, of_layer) in enumerate(zip(profile.layers, work.layers, strict=True)):
@@ -159,7 +160,7 @@ def _with_times_of_strips(subject: Subject, profile: ModelProfile) -> ModelProfi
         if of_strips not in by_sides:
             by_sides[of_strips] = _smaller(subject, profile, of_strips)
         small = by_sides[of_strips]
-        share = math.prod(sides) / (small.height_px * small.width_px)
+        share = whole / math.prod(small.sides.values())
         layers.append(
             replace(layer, **{name: getattr(small.layers[number], name) * share for name in TIMES})
         )
@@ -172,30 +173,28 @@ def _with_times_of_strips(subject: Subject, profile: ModelProfile) -> ModelProfi
     return replace(in_strips, facts={**in_strips.facts, STRIPS_OVER_WHOLE: slower})
 
 
-def _sides_of_strips(subject: Subject, at_once: int) -> tuple[int, int]:
-    """Return the height and width of the strips that a layer takes at once, in whole strides."""
+def _sides_of_strips(subject: Subject, at_once: int) -> tuple[int, ...]:
+    """Return the sides of the strips that a layer takes at once, in whole strides."""
     stride = stride_of(subject.model)
-    rows, columns = (*subject.parallel.grid, 1)[:2]
-    parts = (subject.data.height_px, rows, at_once), (subject.data.width_px, columns, 1)
-    height, width = (
-        min(side, max(stride, -(-side * taken // number // stride) * stride))
-        for side, number, taken in parts
+    sides = subject.data.sides_px
+    grid = (*subject.parallel.grid, *[1] * len(sides))
+    taken = (at_once, *[1] * len(sides))
+    return tuple(
+        min(side, max(stride, -(-side * together // number // stride) * stride))
+        for side, number, together in zip(sides, grid, taken, strict=False)
     )
-    return height, width
 
 
-def _smaller(subject: Subject, profile: ModelProfile, sides: tuple[int, int]) -> ModelProfile:
+def _smaller(subject: Subject, profile: ModelProfile, sides: tuple[int, ...]) -> ModelProfile:
     """Return the profile of an image with such sides.
 
     Return the given profile if its image is no larger, or if the model refuses such an image.
     """
-    height, width = sides
-    if sides == (profile.height_px, profile.width_px):
+    if sides == tuple(profile.sides.values()):
         return profile
+    named: dict[str, Any] = dict(zip(subject.data.sides, sides, strict=True))
     try:
-        small = profile_alone(
-            replace(subject, data=replace(subject.data, height_px=height, width_px=width))
-        )
+        small = profile_alone(replace(subject, data=replace(subject.data, **named)))
     except ConfigError:
         return profile
     return (
@@ -282,8 +281,7 @@ def read_document(path: Path) -> ModelProfile:
 def check(profile: ModelProfile, subject: Subject, path: Path) -> None:
     """Raise ConfigError if a profile differs from the run in layers, shape, dtype or versions."""
     actual = {
-        "data.height_px": profile.height_px,
-        "data.width_px": profile.width_px,
+        **{f"data.{name}": getattr(profile, name) for name in SIDES},
         "parallel.micro_batch_size": profile.micro_batch_size,
         "train.dtype": profile.dtype,
         "layers": [layer.name for layer in profile.layers],
@@ -295,6 +293,7 @@ def check(profile: ModelProfile, subject: Subject, path: Path) -> None:
         },
     }
     expected = {
+        "data.depth_px": None,
         **subject.layers,
         "layers": [layer.name for layer in layers_of(subject.model, subject.data)],
         **{f"version of {name}": text for name, text in versions().items()},

@@ -21,8 +21,8 @@ from gems.config.training import captures_graphs
 from gems.data import task_of
 from gems.utils.targets import source_of
 
-# fields of the data that the layers and the loss see
-_SEEN = ("height_px", "width_px", "channels", "num_classes", "length")
+# fields of the data, besides the sides, that the layers and the loss see
+_SEEN = ("channels", "num_classes", "length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,7 @@ def layer_keys(
     return {
         **code,
         **{f"model.{key}": value for key, value in asdict(model).items()},
+        **{f"data.{key}": side for key, side in data.sides.items()},
         **{f"data.{key}": getattr(data, key) for key in _SEEN},
         "data.task": task_of(data),
         "parallel.micro_batch_size": micro_batch_size,

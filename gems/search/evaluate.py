@@ -179,9 +179,7 @@ class Planner:
                 profile = self._own_profile(size)
             else:
                 points = [self.model(profiled_size).profile for profiled_size in self.sizes]
-                profile = extrapolate(
-                    points, self.spec.data.height_px, self.spec.data.width_px, size
-                )
+                profile = extrapolate(points, self.spec.data.sides, size)
             self.models[size] = ProfiledModel(profile, self._optimizer)
         return self.models[size]
 

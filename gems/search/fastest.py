@@ -76,8 +76,7 @@ def fastest(
     facts = {
         "source": "simulated",
         "model": spec.model.name,
-        "height_px": spec.data.height_px,
-        "width_px": spec.data.width_px,
+        **spec.data.sides,
         "machine": spec.machine.name,
         "device_bytes": spec.machine.device_bytes,
         "gpus": num_gpus,

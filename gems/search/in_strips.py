@@ -42,8 +42,8 @@ def in_strips(
     spec = planner.spec
     if spec.model.norm == "ghost_batch":  # with other strips it is another model
         return choices
-    height_px = spec.data.height_px
-    numbers = sorted({height_px // rows for rows in ROWS if height_px // rows > 1})
+    side_px = spec.data.sides_px[0]
+    numbers = sorted({side_px // rows for rows in ROWS if side_px // rows > 1})
     powers = sorted({2 ** round(math.log2(number)) for number in numbers})
     has_blocks = spec.machine.is_real or spec.cost.from_layers
     grids = [

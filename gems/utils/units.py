@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -10,6 +10,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 UNKNOWN = "-"
+SIDES = ("depth_px", "height_px", "width_px")  # of a sample; an image has no depth
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,17 @@ def format_bytes(num_bytes: float) -> str:
 def format_rates(latency_s: float, bytes_per_s: float) -> str:
     """Return the latency and bandwidth of a link as `1.5 us, 12.34 GB/s`."""
     return f"{1e6 * latency_s:.1f} us, {bytes_per_s / 1e9:.2f} GB/s"
+
+
+def sides_of(sample: object) -> dict[str, int]:
+    """Return the sides that a sample has, by name."""
+    sides = ((name, getattr(sample, name)) for name in SIDES)
+    return {name: side for name, side in sides if side is not None}
+
+
+def format_size(facts: Mapping[str, object], between: str = "x") -> str:
+    """Return the sides in a mapping as `512x512`, or of a volume as `64x512x512`."""
+    return between.join(str(facts[name]) for name in SIDES if facts.get(name) is not None)
 
 
 def percent(share: float | None, digits: int = 1) -> str:

@@ -95,6 +95,23 @@ def test_of_synthetic_images_are_those_of_the_whole(task: str, width: int) -> No
     )
 
 
+@pytest.mark.parametrize("width", [12, 7])
+def test_of_synthetic_volumes_are_those_of_the_whole(width: int) -> None:
+    data = DataConfig(
+        name="synthetic", task="segmentation", depth_px=5, height_px=12, width_px=width
+    )
+    dataset = open_dataset(data, 0)
+    seen = set()
+    for draw in range(96):
+        whole, mask = dataset.sample("train", 1, draw)
+        assert whole.shape == (3, 5, 12, width) and np.shape(mask) == (5, 12, width)
+        block = dataset.rows("train", 1, draw, 1, 4, (2, 9), (3, 6))
+        np.testing.assert_array_equal(block, whole[:, 1:4, 2:9, 3:6])
+        np.testing.assert_array_equal(dataset.rows("train", 1, draw, 0, 2), whole[:, :2])
+        seen.add(whole.tobytes())
+    assert len(seen) == (16 if width == 12 else 8)
+
+
 def tiffs(folder: Path, values: np.ndarray, options: dict[str, Any], **changes: Any) -> Dataset:
     """Open a folder of TIFF files, a class each, in both splits."""
     height, width = (side for side in values.shape if side > 8)

@@ -32,10 +32,14 @@ def points() -> list[ModelProfile]:
     return [taken(128), taken(192), taken(256)]
 
 
+def square(side_px: int) -> dict[str, int]:
+    return {"height_px": side_px, "width_px": side_px}
+
+
 class TestExtrapolation:
     def test_a_held_out_resolution_is_met(self, points: list[ModelProfile]) -> None:
         truth = taken(512)
-        guess = extrapolate(points, 512, 512, 1)
+        guess = extrapolate(points, square(512), 1)
         assert (guess.height_px, guess.input_bytes, guess.model) == (
             512,
             truth.input_bytes,
@@ -57,26 +61,27 @@ class TestExtrapolation:
 
     def test_a_held_out_micro_batch_is_met(self, points: list[ModelProfile]) -> None:
         truth = taken(96, 8)
-        guess = extrapolate(points, 96, 96, 8)
+        guess = extrapolate(points, square(96), 8)
         for one, other in zip(guess.layers, truth.layers, strict=True):
             assert one.stash_bytes == pytest.approx(other.stash_bytes, rel=0.01)
 
     def test_the_error_is_that_of_points_left_out(self, points: list[ModelProfile]) -> None:
-        error = extrapolate(points, 512, 512, 1).facts["error"]
+        error = extrapolate(points, square(512), 1).facts["error"]
         assert 0 <= error["stash_bytes"] < 0.01 and 0 <= error["time_s"] < 0.1
         slower = replace(
             points[1],
             layers=tuple(replace(one, forward_s=2 * one.forward_s) for one in points[1].layers),
         )
         assert (
-            extrapolate([points[0], slower, points[2]], 512, 512, 1).facts["error"]["time_s"] > 0.2
+            extrapolate([points[0], slower, points[2]], square(512), 1).facts["error"]["time_s"]
+            > 0.2
         )
 
     def test_two_points_give_no_error(self, points: list[ModelProfile]) -> None:
-        assert extrapolate(points[:2], 64, 64, 1).facts["error"] is None
+        assert extrapolate(points[:2], square(64), 1).facts["error"] is None
 
     def test_it_meets_its_own_points(self, points: list[ModelProfile]) -> None:
-        guess = extrapolate(points[:2], 128, 128, 1)
+        guess = extrapolate(points[:2], square(128), 1)
         assert [one.stash_bytes for one in guess.layers] == [
             one.stash_bytes for one in points[0].layers
         ]
@@ -88,15 +93,15 @@ class TestExtrapolation:
         self, points: list[ModelProfile], change: dict[str, str]
     ) -> None:
         with pytest.raises(ConfigError, match="must all be of one"):
-            extrapolate([points[0], replace(points[1], **change)], 64, 64, 1)
+            extrapolate([points[0], replace(points[1], **change)], square(64), 1)
 
     def test_one_size_is_too_few(self, points: list[ModelProfile]) -> None:
         with pytest.raises(ConfigError, match="two sizes or more"):
-            extrapolate([points[0], points[0]], 64, 64, 1)
+            extrapolate([points[0], points[0]], square(64), 1)
 
     def test_storages_grow_with_the_image(self, points: list[ModelProfile]) -> None:
         truth = taken(512)
-        guess = extrapolate(points, 512, 512, 1)
+        guess = extrapolate(points, square(512), 1)
         for one, other in zip(guess.layers, truth.layers, strict=True):
             for name in STORAGES:
                 alike = [
@@ -117,7 +122,7 @@ class TestExtrapolation:
             )
             return replace(profile, layers=layers)
 
-        guess = extrapolate([points[0], joined(points[1]), points[2]], 512, 512, 1)
+        guess = extrapolate([points[0], joined(points[1]), points[2]], square(512), 1)
         for one, other in zip(guess.layers, taken(512).layers, strict=True):
             assert one.kept_bytes == pytest.approx(other.kept_bytes, rel=1e-6, abs=4)
             assert stash_of(one.saved)[0] == one.stash_bytes

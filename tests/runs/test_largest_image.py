@@ -12,12 +12,13 @@ from gems.config.schema import RunSpec
 from gems.errors import ConfigError, DoesNotFitError
 from gems.partition.max_model_size import RESOLUTION, Axis
 from gems.plan.evaluate import Peak, evaluate
-from gems.plan.largest_image import MOST_BLOCKS, LargestImage, _in_blocks, largest_image
+from gems.plan.largest_image import LargestImage, _in_blocks, largest_image
 from gems.plan.strips_choice import Division
 from gems.profile.store import take_in_this_process
 from tests.helpers.toys import make_spec
 
 LIMIT = 12_000_000
+MOST_BLOCKS = 64
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,7 +66,7 @@ def test_no_image_of_whole_blocks_is_larger(carried: int, limit: int) -> None:
         return LargestImage(side_px, [count, count], "", held, 0.0) if held <= limit else None
 
     tried: list[tuple[int, int]] = []
-    found = _in_blocks(trained, 32)
+    found = _in_blocks(trained, 32, MOST_BLOCKS)
     assert found is not None
     assert len(tried) < 60
     sides = [32 * 2**power for power in range(10)]
@@ -79,7 +80,7 @@ def test_no_image_of_whole_blocks_is_larger(carried: int, limit: int) -> None:
 
 
 def test_a_device_for_no_image_has_none() -> None:
-    assert _in_blocks(lambda *_: None, 32) is None
+    assert _in_blocks(lambda *_: None, 32, MOST_BLOCKS) is None
 
 
 def of_pixels(run: RunSpec) -> SimpleNamespace:

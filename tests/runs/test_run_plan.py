@@ -123,7 +123,7 @@ def test_under_a_policy_each_strip_of_a_stage_leaves_or_is_run_again(strips: Run
             },
             "with schedule.memory_actions",
         ),
-        ({"parallel__strips": 13}, "with data.height_px=12, which has fewer rows"),
+        ({"parallel__strips": 13}, "with data.height_px=12, which is less than its 13 parts"),
     ],
 )
 def test_what_does_not_train_in_strips_is_refused(changes: dict, why: str) -> None:

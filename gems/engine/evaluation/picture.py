@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +51,10 @@ class Predictions(Metric):
 
 
 def write_picture(path: Path, dataset: Dataset, maps: list[Tensor]) -> None:
-    """Write rows of image, mask and prediction for the first validation samples, by `maps`."""
+    """Write rows of image, mask and prediction for the first validation samples, by `maps`.
+
+    Of volumes, the middle planes.
+    """
     from PIL import Image, ImageDraw
 
     columns = len(TITLES)
@@ -59,10 +63,15 @@ def write_picture(path: Path, dataset: Dataset, maps: list[Tensor]) -> None:
     pen = ImageDraw.Draw(picture)
     for column, title in enumerate(TITLES):
         pen.text((GAP_PX + column * (SIDE_PX + GAP_PX), 4), title, fill="black")
+    middle: Any = tuple(side // 2 for side in dataset.shape[1:-2])
     for row, predicted in enumerate(maps):
         image, mask = dataset.sample("validation", row)
         for column, pixels in enumerate(
-            (_shown(np.asarray(image)), coloured(np.asarray(mask)), coloured(predicted.numpy()))
+            (
+                _shown(np.asarray(image, np.float32)[(slice(None), *middle)]),
+                coloured(np.asarray(mask)[middle]),
+                coloured(predicted.numpy()[middle]),
+            )
         ):
             tile = Image.fromarray(pixels).resize((SIDE_PX, SIDE_PX), Image.Resampling.NEAREST)
             picture.paste(

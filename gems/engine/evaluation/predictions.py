@@ -62,16 +62,10 @@ class Numbered(Dataset):
         return self.samples.reads_rows(split)
 
     def rows(
-        self,
-        split: Split,
-        index: int,
-        draw: int,
-        first: int,
-        end: int,
-        columns: tuple[int, int] | None = None,
+        self, split: Split, index: int, draw: int, first: int, end: int, *inner: tuple[int, int]
     ) -> Image:
         """Return rows of a sample as the dataset gives them, upright."""
-        return self.samples.rows(split, index, 0, first, end, columns)
+        return self.samples.rows(split, index, 0, first, end, *inner)
 
     def _pixels(self, split: Split, index: int) -> Image | Tokens:
         return self.samples.image(split, index)
@@ -217,7 +211,10 @@ def stems_of(names: Sequence[str]) -> list[str]:
 
 
 def write_map(path: Path, classes: NDArray[np.int64], num_classes: int) -> None:
-    """Write a map of classes (H, W) as a tiled, compressed TIFF of the smallest sufficient type."""
+    """Write a map of classes (H, W) as a tiled, compressed TIFF of the smallest sufficient type.
+
+    A map (D, H, W) of a volume becomes a page for each plane.
+    """
     import tifffile
 
     path.parent.mkdir(parents=True, exist_ok=True)

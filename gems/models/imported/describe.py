@@ -19,6 +19,7 @@ from gems.errors import ConfigError
 from gems.models.layer import Layer
 from gems.utils.cache import cached
 from gems.utils.targets import ask_child, locate, source_of
+from gems.utils.units import format_size
 
 # norms of a user's network: unchanged, by running statistics, by strip
 _NORMS = ("batch", "frozen_batch", "ghost_batch")
@@ -76,8 +77,7 @@ def check_batch(model: ModelConfig, data: DataConfig, micro_batch_size: int | No
     least = _described(model, data)[2]["min_batch"]
     if micro_batch_size is not None and micro_batch_size < least:
         text = (
-            f"{model.target} takes {least} images of {data.height_px}x{data.width_px} px or more at"
-            " a time"
+            f"{model.target} takes {least} images of {format_size(data.sides)} px or more at a time"
         )
         advice = (
             f"set parallel.micro_batch_size={least}, or use group norm where batch norm would see a"
@@ -97,7 +97,7 @@ def num_outputs(model: ModelConfig, data: DataConfig) -> int:
 
 def _described(model: ModelConfig, data: DataConfig) -> tuple[str, str | None, dict[str, Any]]:
     """Return the request to describe the network, the hash of its code, and the description."""
-    image = (data.channels, data.height_px, data.width_px)
+    image = (data.channels, *data.sides_px)
     request = {
         "target": model.target,
         "kwargs": model.kwargs,

@@ -24,6 +24,7 @@ from gems.models.imported.division import Slice, divide
 from gems.models.imported.tracing import trace
 from gems.models.imported.user_code import construct, construct_on_meta, other_generators, refusal
 from gems.utils.targets import answer
+from gems.utils.units import SIDES
 
 # id of a module -> whether it is in training mode in evaluation, and in training
 Modes = dict[int, tuple[bool, bool]]
@@ -129,13 +130,13 @@ def describe(text: str, num_classes: int, task: str = TASKS[0]) -> dict[str, Any
 
     Raises:
         ConfigError: The network cannot be found, constructed, run or cut into layers, or its output
-            has no tensor (N, num_classes), or (N, num_classes, height, width) for a segmentation.
+            has no tensor (N, num_classes), or (N, num_classes, height, width) for a segmentation of images.
     """
     code, image = _request(text)
     slices, shapes = _slices(text)
-    sides, named = (
-        (image[1:], ", data.height_px, data.width_px") if task == "segmentation" else ((), "")
-    )
+    is_map = task == "segmentation"
+    sides = image[1:] if is_map else ()
+    named = "".join(f", data.{name}" for name in SIDES[-len(sides) :]) if is_map else ""
     for of_mode in shapes:
         if not any(shape[1:] == (num_classes, *sides) for shape in of_mode):
             whole = " and ".join(f"({', '.join(map(str, ('N', *shape[1:])))})" for shape in of_mode)
@@ -159,18 +160,14 @@ def describe(text: str, num_classes: int, task: str = TASKS[0]) -> dict[str, Any
     }
 
 
-def _request(text: str) -> tuple[tuple[str, dict[str, Any], str | None, str], tuple[int, int, int]]:
+def _request(text: str) -> tuple[tuple[str, dict[str, Any], str | None, str], tuple[int, ...]]:
     """Return the arguments that construct the network, and the shape of its images.
 
-    The arguments are target, kwargs, path and norm; the shape is channels, height and width.
+    The arguments are target, kwargs, path and norm; the shape is channels, then the sides.
     """
     request = json.loads(text)
-    channels, height, width = request["image"]
-    return (request["target"], request["kwargs"], request["path"], request["norm"]), (
-        channels,
-        height,
-        width,
-    )
+    code = (request["target"], request["kwargs"], request["path"], request["norm"])
+    return code, tuple(request["image"])
 
 
 @lru_cache(maxsize=4)

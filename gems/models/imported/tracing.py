@@ -24,6 +24,7 @@ from torch.fx.proxy import Attribute, TraceError
 from gems.autograd.outputs import tensors_in
 from gems.errors import ConfigError
 from gems.models.imported.user_code import check_inputs, check_momentum, place_of_forward, refusal
+from gems.utils.units import SIDES
 
 Path = tuple[int, ...]
 TRACED_BATCH = 2
@@ -57,11 +58,12 @@ class Traced:
         return last
 
 
-def trace(root: nn.Module, image: tuple[int, int, int], target: str) -> Traced:
+def trace(root: nn.Module, image: tuple[int, ...], target: str) -> Traced:
     """Trace a network on the meta device, in its current mode, for images of one size.
 
-    `image` is (channels, height, width). A branch that depends on shapes is taken as for two images
-    of this size. The sizes themselves stay steps of the graph.
+    `image` is (channels, height, width), or (channels, depth, height, width) of a volume. A branch
+    that depends on shapes is taken as for two images of this size. The sizes themselves stay steps
+    of the graph.
 
     Raises:
         ConfigError: A step cannot be traced or does not run (the error names its line), or the
@@ -81,9 +83,8 @@ def trace(root: nn.Module, image: tuple[int, int, int], target: str) -> Traced:
             error = TraceError(_PLAIN).with_traceback(error.__traceback__)
         if isinstance(error, TraceError | NameError | NotImplementedError):
             raise refusal(target, "cannot be cut into layers", error, why=str(error)) from error
-        what = (
-            f"does not run on images of {image[0]}x{image[1]}x{image[2]} (channels, height, width)"
-        )
+        axes = ", ".join(name.removesuffix("_px") for name in SIDES[1 - len(image) :])
+        what = f"does not run on images of {'x'.join(map(str, image))} (channels, {axes})"
         raise refusal(target, what, error) from error
     end = next(node for node in graph.nodes if node.op == "output")
     value = fx.node.map_arg(end.args[0], tracer.values.__getitem__)
@@ -227,7 +228,7 @@ class _Tracer(fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, image: tuple[int, int, int]) -> None:
+    def __init__(self, image: tuple[int, ...]) -> None:
         packages = (math, *(sys.modules[name] for name in _WHOLE_CALLS if name in sys.modules))
         super().__init__(autowrap_modules=packages)  # type: ignore[arg-type]
         self.values: dict[fx.Node, Any] = {}

@@ -140,12 +140,20 @@ def profile_model(
     inputs = given_tensors(
         data, micro_batch_size, Precision.of(dtype).compute, torch.device("meta")
     )
-    shape = (data.height_px, data.width_px, micro_batch_size)
     layers = profile_chain(layers_of(model, data), inputs, lab, task_loss(data))
     input_bytes = sum(tensor.nbytes for tensor in inputs)
     facts = {**facts, "subject": layer_keys(model, data, micro_batch_size, dtype)}
     return ModelProfile(
-        title_of(model), *shape, dtype, device, source, layers, input_bytes, versions(), facts
+        model=title_of(model),
+        **data.sides,
+        micro_batch_size=micro_batch_size,
+        dtype=dtype,
+        device=device,
+        source=source,
+        layers=layers,
+        input_bytes=input_bytes,
+        versions=versions(),
+        facts=facts,
     )
 
 

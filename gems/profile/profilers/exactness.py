@@ -37,7 +37,7 @@ from gems.streaming.strip_stage import Boundary, StripStage
 
 SIDES_PX = (32, 64, 128, 256, 512)
 BATCH = 2
-GRIDS = {1: (4,), 2: (2, 3)}  # by the axes that are divided
+GRIDS = {1: (4,), 2: (2, 3), 3: (2, 3, 2)}  # by the axes that are divided
 MAX_PARAMETERS = 1_000_000_000
 MAX_OF_LAYER = 200_000_000
 _PLAIN = (int, float, complex, bool, type(None), torch.dtype, torch.device, set)
@@ -65,7 +65,7 @@ def take(subject: Subject) -> Exactness:
             left_out = comparison.run()
             if best is None or len(left_out) < fewest:
                 text = "; ".join(f"{name} ({why})" for name, why in left_out.items())
-                best = Exactness((data.height_px, data.width_px), text)
+                best = Exactness(data.sides_px, text)
                 fewest = len(left_out)
             if not comparison.may_be_too_small:
                 break
@@ -80,11 +80,11 @@ def _images(data: DataConfig) -> Iterator[DataConfig]:
     """Yield the data with images of increasing sides, up to its own."""
     seen = set()
     for side in SIDES_PX:
-        height = min(side, data.height_px)
-        width = min(side, data.width_px)
-        if (height, width) not in seen:
-            seen.add((height, width))
-            yield replace(data, height_px=height, width_px=width)
+        sides: dict[str, Any] = {name: min(side, most) for name, most in data.sides.items()}
+        smaller = replace(data, **sides)
+        if smaller.sides_px not in seen:
+            seen.add(smaller.sides_px)
+            yield smaller
 
 
 class _DiffersError(Exception):
@@ -160,9 +160,10 @@ class _Comparison:
                 values = tuple(
                     value.double() if value.is_floating_point() else value for value in outputs
                 )
+                num_dims = len(self._images.shape)
                 known[key] = (
                     values,
-                    axes_after or [_likely_axes(value, num_axes) for value in outputs],
+                    axes_after or [_likely_axes(value, num_dims, num_axes) for value in outputs],
                 )
             values, axes = known[key]
             module.float()
@@ -272,10 +273,9 @@ class _Comparison:
             raise _DiffersError(key, value, text, advice)
 
 
-def _likely_axes(tensor: Tensor, count: int) -> Dims:
-    return tuple(
-        dim if tensor.dim() == 4 and tensor.shape[dim] > 1 else None for dim in range(2, 2 + count)
-    )
+def _likely_axes(tensor: Tensor, num_dims: int, count: int) -> Dims:
+    is_map = tensor.dim() == num_dims
+    return tuple(dim if is_map and tensor.shape[dim] > 1 else None for dim in range(2, 2 + count))
 
 
 def _boundaries(values: Sequence[Tensor], axes: Axes, grid: Sequence[int]) -> list[Boundary]:

@@ -35,8 +35,9 @@ from gems.profile.subject import Subject
 from gems.streaming.operations.operation import STATIC
 from gems.streaming.strip_run import RunMode
 from gems.streaming.strip_stage import Boundary, StripStage
+from gems.utils.units import SIDES
 
-IMAGE_SIZES = ("data.height_px", "data.width_px")
+IMAGE_SIZES = tuple(f"data.{name}" for name in SIDES)
 _Known = dict[Hashable, tuple[StripBytes, list[bool]]]
 # By stage: an image of another size, or in another division, often has strips of the same shapes.
 _KNOWN: dict[Hashable, _Known] = defaultdict(dict)
