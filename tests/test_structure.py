@@ -39,7 +39,10 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "gems.schedule": ("ortools",),
     "gems.trace": ("h5py", "numpy"),
     "gems.config": ("hydra", "omegaconf", "yaml"),
-    "gems.data": ("h5py", "numpy", "openslide", "PIL", "skimage", "tifffile", "tiffslide", "torch"),
+    "gems.data": (
+        *("h5py", "nibabel", "numpy", "openslide", "PIL", "pydicom", "scipy", "skimage"),
+        *("tifffile", "tiffslide", "torch", "zarr"),
+    ),
     "gems.autograd": ("torch",),
     "gems.streaming": ("torch",),
     "gems.models": ("numpy", "torch"),

@@ -13,7 +13,7 @@ from typing import Any
 from gems.utils.registry import Registry
 
 MODELS: Registry[Any] = Registry("model.name", "gems.models.families.*")
-DATASETS: Registry[Any] = Registry("data.name", "gems.data.*")
+DATASETS: Registry[Any] = Registry("data.name", "gems.data.*", "gems.data.volumes.source")
 POLICIES: Registry[Any] = Registry("memory", "gems.memory.registry")
 COSTS: Registry[Any] = Registry("cost", "gems.simulation.cost_sources")
 METHODS: Registry[Any] = Registry("partition", "gems.partition.methods")

@@ -66,6 +66,10 @@ def _is_number(word: str) -> bool:
     return True
 
 
+def _is_orientation(word: str) -> bool:
+    return len(word) == 3 and set(word) <= set("LRPAIS")
+
+
 def _is_folder(path: str) -> bool:
     longest = max(len(part.encode()) for part in path.split("/"))
     return 0 < len(path.encode()) <= MAX_PATH_BYTES and longest <= MAX_PART_BYTES
@@ -211,13 +215,33 @@ class DataConfig:
         None, "side of the slide that a tile shows; null: the tile's, 8 to 64", min=1
     )
     level: int | None = number(
-        None, "level of a slide's pyramid, 0 the finest; null: 0, unless another key says it"
+        None,
+        "level of the pyramid of a slide or OME-Zarr, 0 the finest; null: 0, unless another key"
+        " says it",
     )
     mpp: float | None = number(
         None, "microns per pixel at which slides are read, from a finer level", above=0
     )
     coords_path: str | None = text(
         None, "folder of files of coords by TRIDENT or CLAM, one a slide, or one file"
+    )
+    window: list[float] | None = number(
+        None,
+        "values of volumes that become 0 and 1, as [-160,240] in Hounsfield units; others are cut"
+        " to these",
+        min=-MAX_COUNT,
+    )
+    spacing_mm: list[float] | None = number(
+        None,
+        "distance of voxels to which volumes are resampled, the outer axis first; null: as stored",
+        above=0,
+    )
+    orientation: str | None = text(
+        "RAS",
+        "directions of the columns, rows and depth of volumes, of which the nearest are taken;"
+        " null: as stored",
+        accepts=_is_orientation,
+        form="must be three letters of LRPAIS, as in RAS",
     )
     region: list[int] | None = number(
         None,

@@ -85,7 +85,9 @@ def checked(
     is_scaled = data.normalization != "computed" and data.mean is None and data.std is None
     if is_scaled and (low < -_SLACK or high > 1 + _SLACK):
         text = f"takes floats from 0 to 1, and {name} has values from {low:g} to {high:g}"
-        advice = "set data.normalization=computed, or data.mean and data.std"
+        advice = (
+            "set data.normalization=computed, or data.mean and data.std; of volumes data.window"
+        )
         raise ConfigError("data.normalization", data.normalization, text, advice)
     return values
 
@@ -106,8 +108,12 @@ def _not_finite(values: Values, name: str, nodata: float | None, first_row: int)
     wrong = ~np.isfinite(values)
     if nodata is not None:
         wrong &= ~is_nodata(values, nodata)
-    channel, row, column = np.unravel_index(int(wrong.argmax()), wrong.shape)
-    first = f"the first ({values[channel, row, column]}) in row {first_row + row}, column {column}"
+    place = list(map(int, np.unravel_index(int(wrong.argmax()), wrong.shape)))
+    value = values[tuple(place)]
+    place[1] += first_row
+    named = ("plane", "row", "column")[-len(place) + 1 :]
+    where = ", ".join(f"{name} {at}" for name, at in zip(named, place[1:], strict=True))
+    first = f"the first ({value}) in {where}"
     advice = "repair or remove it, or set data.nodata=nan if such pixels hold no data"
     return ConfigError(
         "data.path", name, f"has {wrong.sum()} values that are not finite, {first}", advice

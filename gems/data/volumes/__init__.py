@@ -1,0 +1,1 @@
+"""Volumes in medical and scientific formats, read whole or in blocks."""
