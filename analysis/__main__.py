@@ -1,94 +1,119 @@
-"""The command `gems-analysis VERB`: figures and pictures from trace files."""
+"""The command `gems-analysis VERB`: tables and pictures from trace files."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from gems.cli import framework
 from gems.cli.framework import Verb
 
-_OUT = ("--out",)
-_PICTURE = "--out FILE (.png, .pdf or .svg)"
+_PICTURE = {"--out FILE": "the picture, a .png, .pdf or .svg"}
+_LOOKUP = {"--runs-dir FOLDER": "where to look up the names of runs (default runs)"}
 
 
 def _verb(
-    name: str, about: str, options: Sequence[str] = (), flags: Sequence[str] = (), form: str = ""
+    name: str,
+    sentence: str,
+    operands: str,
+    notes: Mapping[str, str] = MappingProxyType({}),
+    formats: tuple[str, ...] = (),
 ) -> Verb:
-    choices: dict[str, tuple[str, ...]] = dict.fromkeys(options, ())
-    if form:
-        choices["--format"] = tuple(form.split("|"))
-    return Verb(f"analysis.cli.verbs:{name}", about, tuple(flags), choices, takes_words=True)
+    """Describe a verb; options with a value are the notes of two words, flags those of one."""
+    valued = [option.split()[0] for option in notes if " " in option]
+    return Verb(
+        f"analysis.cli.verbs:{name}",
+        sentence,
+        tuple(option for option in notes if " " not in option),
+        {option: formats if option == "--format" else () for option in valued},
+        takes_words=True,
+        operands=operands,
+        notes=notes,
+    )
 
 
 VERBS = {
     "timeline": _verb(
         "timeline",
-        "draws one step, rank x time: timeline PATH [--step N: default the last whole one after"
-        f" warm-up] [{_PICTURE}: default timeline.png beside the trace]; PATH is a run folder or"
-        " trace file",
-        ("--step", "--out"),
+        "draw one step, rank x time",
+        "PATH",
+        {
+            "--step N": "the step (default: the last whole one after warm-up)",
+            "--out FILE": "a .png, .pdf or .svg (default: timeline.png beside the trace)",
+        },
     ),
-    "summary": _verb("summary", "prints the closing table of a run: summary PATH"),
+    "summary": _verb("summary", "print the closing table of a run", "PATH"),
     "collect": _verb(
-        "collect", "merges a run's parts into trace.h5, draws it, prints the table: collect PATH"
+        "collect", "merge a run's parts into trace.h5, draw it, and print the table", "PATH"
     ),
     "draw": _verb(
         "draw",
-        "draws a schedule's file, .json of `gems schedule --json` or torch's .csv, rank x time:"
-        " draw SCHEDULE OUT, a .svg, .png or .pdf",
+        "draw a schedule, rank x time: .json of `gems schedule --json` or torch's .csv, to a"
+        " .svg, .png or .pdf",
+        "SCHEDULE OUT",
     ),
     "partition": _verb(
-        "partition",
-        f"draws an answer of `gems partition --json` with its layers: partition FILE [{_PICTURE}]",
-        _OUT,
+        "partition", "draw the answer of `gems partition --json` with its layers", "FILE", _PICTURE
     ),
     "memory": _verb(
         "memory",
-        f"draws an answer of `gems memory`, bytes over time by policy: memory FILE [{_PICTURE}]",
-        _OUT,
+        "draw the answer of `gems memory --json`, bytes over time by policy",
+        "FILE",
+        _PICTURE,
     ),
     "placement": _verb(
         "placement",
-        "draws an answer of `gems place --json`, operators on devices over time: placement FILE"
-        f" [{_PICTURE}]",
-        _OUT,
+        "draw the answer of `gems place --json`, operators on devices over time",
+        "FILE",
+        _PICTURE,
     ),
     "scaling": _verb(
         "scaling",
-        "draws images/s and efficiency over ranks, and writes them as CSV: scaling RUN ... [--out"
-        " FOLDER: default the one that holds the first run]; or fits published step times: scaling"
-        " --table FILE, a CSV [--series NAME, or a part of the names] [--fit-to P: rows of up to P"
-        " accelerators]",
-        ("--out", "--table", "--series", "--fit-to"),
+        "draw images/s and efficiency over ranks, and write them as CSV; or fit published step"
+        " times",
+        "[RUN ...]",
+        {
+            "--out FOLDER": "output folder (default: the one that holds the first run)",
+            "--table FILE": "fit the step times of a CSV instead of runs",
+            "--series NAME": "series of the table, or a part of the names",
+            "--fit-to P": "fit rows of up to P accelerators",
+        },
     ),
     "attribution": _verb(
         "attribution",
-        "shows where the time of a step goes: attribution PATH [--ranks: a row for each rank too]"
-        f" [{_PICTURE}: the waterfall, with a .csv beside it]",
-        _OUT,
-        ("--ranks",),
+        "show where the time of a step goes",
+        "PATH",
+        {
+            "--ranks": "show a row for each rank too",
+            "--out FILE": "the waterfall, a .png, .pdf or .svg, with a .csv beside it",
+        },
     ),
-    "hybrid": _verb(
-        "hybrid", f"draws an answer of `gems plan --hybrid --json`: hybrid FILE [{_PICTURE}]", _OUT
-    ),
+    "hybrid": _verb("hybrid", "draw the answer of `gems plan --hybrid --json`", "FILE", _PICTURE),
     "report": _verb(
         "report",
-        "writes one HTML page about runs, which needs no network: report RUN ... [--runs-dir"
-        " FOLDER: where names are looked up] [--out FILE: default in the folder of the run or"
-        " study] [--proposal: with a section for a proposal of compute time, and proposal.csv"
-        " beside the page, of --num-runs N (1) runs of --num-steps N (the study once more) on"
-        " --gpus N (the most of the study)]",
-        ("--out", "--runs-dir", "--num-steps", "--num-runs", "--gpus"),
-        ("--proposal",),
+        "write one HTML page about runs, which needs no network",
+        "RUN ...",
+        {
+            "--out FILE": "the page (default: in the folder of the run or study)",
+            **_LOOKUP,
+            "--proposal": "add a section for a proposal of compute time, and proposal.csv beside"
+            " the page",
+            "--num-runs N": "number of proposed runs (default 1)",
+            "--num-steps N": "steps of a proposed run (default: the study once more)",
+            "--gpus N": "GPUs of a proposed run (default: the most of the study)",
+        },
     ),
     "export": _verb(
         "export",
-        "writes events for Perfetto or a table, or the step times of several runs for Extra-P:"
-        " export RUN ... --format perfetto|csv|extrap [--runs-dir FOLDER: where names are looked"
-        " up] [--out FILE: default perfetto.json, events.csv or extrap.jsonl]",
-        ("--out", "--runs-dir"),
-        form="perfetto|csv|extrap",
+        "write events for Perfetto or as a table, or the step times of several runs for Extra-P",
+        "RUN ...",
+        {
+            "--format FORMAT": "perfetto, csv or extrap",
+            "--out FILE": "default perfetto.json, events.csv or extrap.jsonl",
+            **_LOOKUP,
+        },
+        ("perfetto", "csv", "extrap"),
     ),
 }
 

@@ -8,50 +8,63 @@ import sys
 from gems.cli.framework import Verb, main
 
 ON_PAPER = "gems.plan.evaluate:with_strips_on_paper"
+_WEIGHTS = {"--weights": ("last", "best", "average")}
+_WEIGHTS_NOTE = {
+    "--weights W": "weights of the last step (default), the best validation, or the average"
+}
+_PICTURE_NOTE = {"--picture FILE": "draw the answer to a .png, .pdf or .svg file"}
 VERBS = {
     "schedule": Verb(
         "gems.cli.schedule:show_schedule",
-        "prints the schedule: grid, JSON, or with format=torch its CSV; level=lowered shows all"
-        " actions",
+        "print the schedule as a grid, or with --json as JSON",
         flags=("level=lowered", "level=compute", "format=torch"),
         completes=ON_PAPER,
+        notes={
+            "level=lowered": "show all actions, not only compute actions",
+            "format=torch": "print the CSV of torch.distributed.pipelining",
+        },
     ),
     "simulate": Verb(
         "gems.cli.simulate:show_simulation",
-        "predicts time, efficiency and memory of a step, and how far it is from the bound",
+        "predict time, efficiency and memory of a step, and its distance from the bound",
         completes=ON_PAPER,
     ),
     "profile": Verb(
         "gems.cli.profile:show_profile",
-        "takes the time and the bytes of every layer; --from FILE,FILE,... extrapolates, --hdf5"
-        " FILE writes",
+        "measure the time and bytes of every layer",
         choices={"--from": (), "--hdf5": ()},
+        notes={
+            "--from FILE,FILE,...": "extrapolate from profiles of smaller images",
+            "--hdf5 FILE": "write the profile to a file",
+        },
     ),
     "partition": Verb(
         "gems.cli.partition:show_partition",
-        "cuts the model: --compare all methods, --largest depth|resolution|micro_batch, --picture"
-        " FILE",
+        "cut the model into stages",
         flags=("--compare",),
         choices={"--largest": ("depth", "resolution", "micro_batch"), "--picture": ()},
+        notes={
+            "--compare": "compare all methods",
+            "--largest WHAT": "find the largest depth, resolution or micro_batch that fits",
+            **_PICTURE_NOTE,
+        },
     ),
     "memory": Verb(
         "gems.cli.memory:show_memory",
-        "what becomes of each layer's activations, and what that costs: --compare all policies,"
-        " --picture FILE",
+        "show which activations are kept, recomputed or offloaded, and what this costs",
         flags=("--compare",),
         choices={"--picture": ()},
+        notes={"--compare": "compare all policies", **_PICTURE_NOTE},
     ),
     "place": Verb(
         "gems.cli.place:show_dlplacer",
-        "on which devices a model's operators run: --devices N, --method auto|cp_sat|milp|heft,"
-        " --picture FILE",
+        "place a model's operators on devices",
         choices={"--devices": (), "--method": ("auto", "cp_sat", "milp", "heft"), "--picture": ()},
+        notes={"--devices N": "number of devices", **_PICTURE_NOTE},
     ),
     "plan": Verb(
         "gems.cli.plan:show_plan",
-        "the fastest configurations on parallel.gpus=N: --global-batch N, --top 10, --budget S,"
-        " --epochs FILE, --write FILE, --strips: the best in strips too; or --hybrid: data against"
-        " model parallelism",
+        "find the fastest configurations on parallel.gpus=N",
         flags=("--hybrid", "--strips"),
         completes=None,
         choices=dict.fromkeys(
@@ -66,38 +79,55 @@ VERBS = {
             ),
             (),
         ),
+        notes={
+            "--top N": "number of configurations to show (default 10)",
+            "--global-batch N": "samples of a step over all GPUs",
+            "--budget S": "limit the search to so many seconds",
+            "--write FILE": "write the best configuration as an experiment",
+            "--strips": "search images in strips too",
+            "--hybrid": "compare data with model parallelism",
+            "--epochs FILE": "epochs to the target by global batch, with --hybrid",
+        },
     ),
     "evaluate": Verb(
         "gems.cli.evaluate:evaluate",
-        "measures a run's weights: evaluate RUN [data=... key=value ...] [--weights best]",
-        choices={"--weights": ("last", "best", "average")},
+        "measure the metrics of a run's weights",
+        choices=_WEIGHTS,
         takes_words=True,
+        operands="RUN [data=... key=value ...]",
+        notes=_WEIGHTS_NOTE,
     ),
     "predict": Verb(
         "gems.cli.predict:predict",
-        "what a run's weights say of images: predict RUN [--input FILE|FOLDER|PATTERN ...] --out"
-        " FOLDER [--weights best]",
-        choices={"--input": (), "--out": (), "--weights": ("last", "best", "average")},
+        "apply a run's weights to images",
+        choices={"--input": (), "--out": (), **_WEIGHTS},
         takes_words=True,
+        operands="RUN",
+        notes={
+            "--input FILE|FOLDER|PATTERN ...": "the images (default: the run's validation split)",
+            "--out FOLDER": "folder for the predictions",
+            **_WEIGHTS_NOTE,
+        },
     ),
     "export": Verb(
         "gems.cli.export:export",
-        "writes a run's weights as a plain state dict: export RUN --out FILE.safetensors|.pt"
-        " [--weights best]",
-        choices={"--out": (), "--weights": ("last", "best", "average")},
+        "write a run's weights as a plain state dict",
+        choices={"--out": (), **_WEIGHTS},
         takes_words=True,
+        operands="RUN",
+        notes={"--out FILE": "a .safetensors or .pt file", **_WEIGHTS_NOTE},
     ),
     "verify": Verb(
         "gems.cli.verify:verify",
-        "compares the configured run with one unsplit process: max relative error",
+        "compare the configured run with one unsplit process: maximum relative error",
     ),
 }
 
 
 def run() -> int:
     """Run the command line of this process and return its exit code."""
-    # a large schedule is a million tuples in no cycle: to look through them as usual takes a
-    # quarter of a search's time
+    # a large schedule has a million tuples without cycles; scanning them at the default rate
+    # takes a quarter of a search's time
     gc.set_threshold(50_000, 20, 20)
     return main("gems", VERBS, sys.argv[1:])
 

@@ -1,4 +1,4 @@
-"""The command line that `gems` and `gems-jobs` share: verbs, Hydra overrides, --json, exit codes."""
+"""The command line of `gems`, `gems-jobs` and `gems-analysis`: verbs, overrides, exit codes."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError, nearest, of_the_system, one_of
 from gems.utils.completion import SHELLS, answer
 from gems.utils.tables import terminal_width, wrapped
 
-# Take the preset of this machine if neither an override nor an experiment chooses one.
+# use the preset of this machine if neither an override nor an experiment chooses one
 AUTO_CLUSTER = "--auto-cluster"
 HYDRA_DIRECTORY = ("--config-dir", "-cd")
 HELP = ("-h", "--help")
 _CFG = ("job", "hydra", "all")
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-# Values of Hydra's options: none (None), one of these, or any word (). Shell completion is left
-# out: it knows a program by one word, and ours have three.
+# Values of Hydra's options: none (None), one of these, or any word (). Hydra's shell completion is
+# missing: it needs a program of one word, and ours have three.
 HYDRA_FLAGS: dict[str, tuple[str, ...] | None] = {
     "--cfg": _CFG,
     "-c": _CFG,
@@ -44,21 +44,21 @@ Whole = TypeVar("Whole", int, None)
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of the command line, beside overrides."""
+    """The options of a command line other than overrides."""
 
     json: bool = False
     flags: frozenset[str] = frozenset()
     chosen: Mapping[str, str] = field(default_factory=dict)
 
     def path(self, name: str) -> Path | None:
-        """Return the path that an option gives."""
+        """Return the value of an option as a path, or None."""
         return Path(self.chosen[name]) if name in self.chosen else None
 
     def whole(self, name: str, default: Whole, least: int = 1, most: int = 10**9) -> int | Whole:
-        """Return the whole number that an option gives, or the default.
+        """Return the value of an option as a whole number, or the default.
 
         Raises:
-            ConfigError: it gives none, or one out of range.
+            ConfigError: The value is not a whole number, or is out of range.
         """
         if name not in self.chosen:
             return default
@@ -67,11 +67,12 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """A command: `module:function`, called with (RunSpec, Options), or with (words, Options) if `takes_words`.
+    """A command: `module:function`, called with (RunSpec, Options).
 
-    `flags` take no value; `choices` take one of some values, or any value if none is listed. The
-    function returns an exit code, or None for 0. `completes` is the function that makes what a run
-    leaves open to its plan.
+    If it `takes_words`, it is called with (words, Options) instead. `help` is one sentence; `notes`
+    explain the options in `VERB --help`. `flags` take no value; `choices` take one of some values,
+    or any value if none is listed. `completes` is the function that makes the choices which a
+    configuration leaves to its plan. The function returns an exit code, or None for 0.
     """
 
     target: str
@@ -80,14 +81,15 @@ class Verb:
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     takes_words: bool = False
     completes: str | None = "gems.plan.evaluate:with_strips_chosen"
+    operands: str = "[key=value ...]"
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     def load(self) -> Callable[..., int | None]:
-        """Import the function, so that what other verbs need is never loaded."""
-        loaded: Callable[..., int | None] = _imported(self.target)
-        return loaded
+        """Import the function; the modules of other verbs are not loaded."""
+        return cast(Callable[..., int | None], _imported(self.target))
 
     def act(self, spec: RunSpec, options: Options) -> int:
-        """Run the command for a resolved run, of which nothing is open."""
+        """Run the command for a resolved run, after the choices that its plan makes."""
         if not spec.parallel.num_strips and self.completes is not None:
             spec = _imported(self.completes)(spec)
         return self.load()(spec, options) or 0
@@ -99,11 +101,10 @@ def _imported(target: str) -> Any:
 
 
 def main(program: str, verbs: Mapping[str, Verb], argv: Sequence[str]) -> int:
-    """Run one command and return its exit code; a GemsError is one line on stderr."""
+    """Run one command and return its exit code; print a GemsError as one line on stderr."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # file names may have characters that a terminal's encoding lacks
+        # file names may have characters that a terminal's encoding lacks
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         return _dispatch(program, verbs, list(argv))
@@ -112,7 +113,7 @@ def main(program: str, verbs: Mapping[str, Verb], argv: Sequence[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output has closed it
+    except BrokenPipeError:  # the reader of the output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (OSError, RecursionError) as error:
@@ -121,11 +122,10 @@ def main(program: str, verbs: Mapping[str, Verb], argv: Sequence[str]) -> int:
 
 
 def _dispatch(program: str, verbs: Mapping[str, Verb], argv: list[str]) -> int:
-    said = answer(
-        command_name(program), argv, lambda: {name: _words_of(verb) for name, verb in verbs.items()}
-    )
-    if said is not None:
-        print(said)
+    command = command_name(program)
+    text = answer(command, argv, lambda: {name: _words_of(verb) for name, verb in verbs.items()})
+    if text is not None:
+        print(text)
         return 0
     if not argv or argv[0] in HELP:
         print(_usage(program, verbs))
@@ -141,7 +141,7 @@ def _dispatch(program: str, verbs: Mapping[str, Verb], argv: list[str]) -> int:
         )
     verb = verbs[name]
     if verb.takes_words and any(word in HELP for word in words):
-        print(wrapped(verb.help, f"{command_name(program)} {name}: ", terminal_width()))
+        print(_help(f"{command} {name}", verb))
         return 0
     words, hydra_options, options = _parse(words, verb)
     if verb.takes_words:
@@ -152,12 +152,7 @@ def _dispatch(program: str, verbs: Mapping[str, Verb], argv: list[str]) -> int:
 
     default_cluster = AUTO if AUTO_CLUSTER in options.flags else LOCAL
     if any(word in HELP for word in hydra_options):
-        choices = [
-            f"{option} {'|'.join(allowed) or 'VALUE'}" for option, allowed in verb.choices.items()
-        ]
-        own = " ".join(f"[{option}]" for option in ("--json", *verb.flags, *choices))
-        head = [f"usage: {command_name(program)} {name} [key=value ...] {own}", "", verb.help, ""]
-        print("\n".join([*head, key_help(composed(words))]))
+        print(f"{_help(f'{command} {name}', verb)}\n\n{key_help(composed(words))}")
         return 0
     if not hydra_options:
         return verb.act(compose(words, default_cluster), options)
@@ -174,7 +169,7 @@ def _dispatch(program: str, verbs: Mapping[str, Verb], argv: list[str]) -> int:
 
 
 def _words_of(verb: Verb) -> list[str]:
-    """Return the words that may follow a verb: options of its own, groups with theirs, and keys."""
+    """Return the words that may follow a verb: its options, groups with their options, and keys."""
     words = ["--json", *verb.flags, *verb.choices]
     if verb.takes_words:
         return words
@@ -186,20 +181,20 @@ def _words_of(verb: Verb) -> list[str]:
     return [*words, *HYDRA_FLAGS, *HYDRA_DIRECTORY]
 
 
-def _parse(given: Sequence[str], verb: Verb) -> tuple[list[str], list[str], Options]:
+def _parse(argv: Sequence[str], verb: Verb) -> tuple[list[str], list[str], Options]:
     """Separate words or overrides, Hydra's options, and those of the verb.
 
     --config-dir becomes an override.
 
     Raises:
-        ConfigError: an unknown option, or a value that an option cannot have.
+        ConfigError: An option is unknown, or does not allow its value.
     """
     words: list[str] = []
     hydra_options: list[str] = []
     chosen: dict[str, str] = {}
     hydra_flags = {} if verb.takes_words else HYDRA_FLAGS
     directory = () if verb.takes_words else HYDRA_DIRECTORY
-    rest = deque(given)
+    rest = deque(argv)
     while rest:
         word = rest.popleft()
         name, equals, value = word.partition("=")
@@ -233,15 +228,15 @@ def _parse(given: Sequence[str], verb: Verb) -> tuple[list[str], list[str], Opti
             )
         else:
             words.append(word)
-    flags = frozenset(word for word in given if word in verb.flags)
-    return words, hydra_options, Options("--json" in given, flags, chosen)
+    flags = frozenset(word for word in argv if word in verb.flags)
+    return words, hydra_options, Options("--json" in argv, flags, chosen)
 
 
 def _hydra_value(word: str, choices: tuple[str, ...] | None, rest: deque[str]) -> list[str]:
-    """Return the value of one of Hydra's options, of which the next words may be the first.
+    """Return the value of one of Hydra's options, which may be the next of the `rest`.
 
     Raises:
-        ConfigError: one that Hydra's parser would answer with its usage.
+        ConfigError: The value is one to which Hydra's parser would answer with its usage.
     """
     flag, equals, value = word.partition("=")
     if choices is None:
@@ -261,10 +256,10 @@ def _hydra_value(word: str, choices: tuple[str, ...] | None, rest: deque[str]) -
 
 
 def whole_number(name: str, text: str, least: int = 1, most: int = 10**9) -> int:
-    """Return the whole number that a word of the command line is.
+    """Parse a word of the command line as a whole number.
 
     Raises:
-        ConfigError: it is none, or out of range.
+        ConfigError: It is not a whole number, or is out of range.
     """
     is_whole = text.isascii() and text.isdigit() and len(text) <= len(str(most))
     if not is_whole or not least <= int(text) <= most:
@@ -273,7 +268,7 @@ def whole_number(name: str, text: str, least: int = 1, most: int = 10**9) -> int
 
 
 def command_name(program: str) -> str:
-    """Return the command that an installation has for a program."""
+    """Return the name of a program as it is installed."""
     return program if program == "gems" else f"gems-{program}"
 
 
@@ -294,7 +289,27 @@ def _usage(program: str, verbs: Mapping[str, Verb]) -> str:
     return "\n".join(lines)
 
 
+def _help(command: str, verb: Verb) -> str:
+    choices = [
+        f"{option} {'|'.join(allowed) or 'VALUE'}" for option, allowed in verb.choices.items()
+    ]
+    options = " ".join(f"[{option}]" for option in ("--json", *verb.flags, *choices))
+    columns = terminal_width()
+    width = max(map(len, verb.notes), default=0)
+    notes = [
+        wrapped(note, f"  {option:<{width}}  ", columns) for option, note in verb.notes.items()
+    ]
+    return "\n".join(
+        [
+            wrapped(f"{verb.operands} {options}", f"usage: {command} ", columns),
+            "",
+            wrapped(verb.help, "", columns),
+            *notes,
+        ]
+    )
+
+
 def print_json(document: Mapping[str, Any]) -> None:
-    """Print the one machine-readable object of a command on stdout."""
+    """Print the JSON object of a command on stdout."""
     json.dump(document, sys.stdout)
     sys.stdout.write("\n")

@@ -80,7 +80,8 @@ class TestVerbs:
 
     def test_help_of_a_verb_of_words(self, gems: Gems) -> None:
         said = gems("words", "--help", verbs=MINE)
-        assert (said.code, said.out, SEEN) == (0, "gems words: takes words\n", [])
+        usage = "usage: gems words [key=value ...] [--json] [--all]\n\n"
+        assert (said.code, said.out, SEEN) == (0, f"{usage}takes words\n", [])
 
     def test_unknown_verb(self, gems: Gems) -> None:
         allowed = (
