@@ -1,1 +1,1 @@
-"""What jobs of all batch systems share: resources, launchers, scripts, records and commands."""
+"""Jobs of all batch systems: resources, launchers, scripts and commands."""

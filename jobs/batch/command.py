@@ -1,7 +1,4 @@
-"""Run commands of SLURM and other schedulers.
-
-They are bounded in time, and run without a shell or an enclosing job's variables.
-"""
+"""Run scheduler commands with a time limit, without a shell or an enclosing job's variables."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ class SchedulerRefusedError(SchedulerError):
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """What a command printed, and why that is no answer."""
+    """The output of a command, and its error if it failed."""
 
     stdout: str = ""
     stderr: str = ""
@@ -63,7 +60,7 @@ class CommandResult:
 
     @property
     def failure(self) -> str | None:
-        """The error in words."""
+        """The text of the error, or None."""
         return None if self.error is None else str(self.error)
 
     @property
@@ -79,10 +76,7 @@ class CommandResult:
 
 
 def user_name(command: str) -> str:
-    """Return the name of this user, which a command needs.
-
-    Raise SchedulerUnavailableError if there is none.
-    """
+    """Return this user's name for a command; raise SchedulerUnavailableError without a name."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -105,10 +99,10 @@ def run_command(
     """
     limit_s = QUERY_LIMIT_S if limit_s is None else limit_s
     if environment is None:
-        kept = without_leftovers(os.environ).items()
-        environment = {name: value for name, value in kept if not name.startswith(USER_FORMATS)} | {
-            "LC_ALL": "C"
-        }
+        variables = without_leftovers(os.environ).items()
+        environment = {
+            name: value for name, value in variables if not name.startswith(USER_FORMATS)
+        } | {"LC_ALL": "C"}
     try:
         ended = subprocess.run(
             list(argv),

@@ -51,11 +51,11 @@ OVER = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job as its batch system knows it, in SLURM's words; `source` is the command that was asked.
+    """A job as its batch system describes it, in SLURM's words; `source` is the command queried.
 
-    `start_utc` of a pending job is an estimate. `restarts` counts how often the job was put back
-    into the queue. `script` is the path of its batch script, and `token` that of its submission;
-    each is empty where the system does not tell it.
+    `start_utc` of a pending job is an estimate. `restarts` counts how often the job was requeued.
+    `script` is the path of its batch script, and `token` identifies its submission; they are empty
+    if the system does not report them.
     """
 
     state: str
@@ -79,11 +79,11 @@ class Job:
 
     @property
     def is_active(self) -> bool:
-        """Whether the job waits or runs, as it does in a state that this version does not know."""
+        """Whether the job waits or runs; an unknown state counts as active."""
         return self.state not in OVER
 
     def describe(self) -> str:
-        """Describe what is known of the job in one line."""
+        """Describe the known facts of the job in one line."""
         names = ("state", "exit_code", "reason", "nodes", "elapsed", "time_limit")
         known = ((name.replace("_", " "), getattr(self, name)) for name in names)
         return ", ".join(f"{name} {value}" for name, value in known if value)
@@ -91,7 +91,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class JobQuery:
-    """The jobs that a command knows, by number; `error` is why it did not answer."""
+    """The jobs that a command lists, by number, or the `error` if it did not answer."""
 
     jobs: Mapping[str, Job] = field(default_factory=dict)
     error: str | None = None
@@ -109,13 +109,13 @@ class JobId(NamedTuple):
 
     @classmethod
     def parse(cls, job_id: str) -> JobId:
-        """Split an ID into its parts; an ID that is not SLURM's is a number as a whole."""
+        """Split an ID into its parts; an ID of another batch system is taken as the number."""
         parts = re.fullmatch(r"([0-9]+)(?:_([0-9]+))?(?:@(.+))?", job_id)
         return cls(job_id) if parts is None else cls(*parts.groups(default=""))
 
     @property
     def local(self) -> str:
-        """The ID as its own cluster has it."""
+        """The ID inside its cluster."""
         return "_".join(filter(None, (self.number, self.task)))
 
     def __str__(self) -> str:
@@ -123,7 +123,7 @@ class JobId(NamedTuple):
 
 
 class UnclearSubmissionError(TryLaterError):
-    """It is not known whether the batch system has taken a job."""
+    """It is unknown whether the batch system has accepted a job."""
 
 
 def script_path(logs: Path, token: str) -> Path:
@@ -135,22 +135,21 @@ def script_path(logs: Path, token: str) -> Path:
 
 
 def pickle_path(logs: Path, token: str) -> Path:
-    """Return what the job of a submission calls, until the job has a number."""
+    """Return the pickled work of a submission, until its job has a number."""
     return logs / f".submitted_{token}.pkl"
 
 
 def name_submission(logs: Path, token: str, job_id: str) -> None:
-    """Give the files of a submission the names by which the job looks for them.
+    """Rename the files of a submission after its job, which looks for these names.
 
     Files that already have their names keep them.
     """
     script = script_path(logs, token)
-    pickle = pickle_path(logs, token)
-    job_id = JobId.parse(job_id).local  # all that the job itself knows
+    job_id = JobId.parse(job_id).local  # the job itself does not know its cluster
     named = logs / f"{job_id}_submission.sh"
     # the logs of each run of an array have a pickle, but no script
     with contextlib.suppress(FileNotFoundError):
-        pickle.rename(logs / f"{job_id}_submitted.pkl")
+        pickle_path(logs, token).rename(logs / f"{job_id}_submitted.pkl")
     with contextlib.suppress(FileNotFoundError):
         if not (script.is_symlink() or named.exists()):
             script.rename(named)

@@ -31,10 +31,11 @@ def command(job: JobSpec, folder: RunFolder) -> list[str]:
     """Return the command line that runs all ranks of a job.
 
     Raises:
-        ConfigError: the launcher does not exist.
+        ConfigError: The launcher does not exist.
     """
-    start = by_simulator if job.launcher == SIMULATED else LAUNCHERS[job.launcher]
-    return start(job, folder)
+    if job.launcher == SIMULATED:  # one process simulates all ranks
+        return [*job.python, *_words(job, "gems.runs.simulated_run"), str(folder.path)]
+    return LAUNCHERS[job.launcher](job, folder)
 
 
 def rank_program(job: JobSpec, folder: RunFolder, module: str = RANK, *arguments: str) -> list[str]:
@@ -43,7 +44,7 @@ def rank_program(job: JobSpec, folder: RunFolder, module: str = RANK, *arguments
     By default, its argument is the run folder.
     """
     words = [*_module(job, folder, module), *(arguments or (str(folder.path),))]
-    # fast start (some ms): outside of a container, run the file without site packages
+    # for a start in milliseconds, run the file without site packages, except in a container
     if job.checks_placement:
         is_bare = job.cluster.container_image is None
         bare = ["-I", "-S"] if is_bare else []
@@ -130,11 +131,6 @@ def by_pals(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = Non
     return [*shape, *depth, *job.cluster.mpiexec, *(program or rank_program(job, folder))]
 
 
-def by_simulator(job: JobSpec, folder: RunFolder) -> list[str]:
-    """Return the command line of the single process that simulates all ranks."""
-    return [*job.python, *_words(job, "gems.runs.simulated_run"), str(folder.path)]
-
-
 def module_on_each_node(
     job: JobSpec, folder: RunFolder, module: str, *words: str, asks_gpus: bool = False
 ) -> list[str]:
@@ -151,10 +147,7 @@ def module_on_each_node(
 
 
 def deputy_by_srun(job: JobSpec, folder: RunFolder, node: str, batch_node: str) -> list[str]:
-    """Return the command line that runs the batch script's deputy on another node.
-
-    It runs beside the ranks.
-    """
+    """Return the command line that runs the batch script's deputy beside the ranks of a node."""
     program = from_snapshot(folder.code_zip, DEPUTY) if job.snapshot else [*RUN_MODULE, DEPUTY]
     words = [
         "srun",

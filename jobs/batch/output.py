@@ -1,4 +1,4 @@
-"""Print what `gems-jobs` and its jobs say on stderr."""
+"""Messages of `gems-jobs` and its jobs on stderr."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def queue_limit(cluster: ClusterConfig, nodes: int) -> QueueLimit | None:
     jobs apply to jobs of any size.
 
     Raises:
-        ConfigError: the partition and qos have limits, but none allows so many nodes.
+        ConfigError: The partition and qos have limits, but none allows so many nodes.
     """
     rows = _rows(cluster)
     rows = [row for row in rows if row.is_of_size] or rows

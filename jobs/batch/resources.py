@@ -15,16 +15,16 @@ from gems.runs.owner import own_job_id
 
 SIMULATED = "simulated"
 MPIEXEC = "mpiexec"
-SITE_MPIEXECS = ("hydra", "pals")  # which find the nodes of a job of PBS or Flux
+SITE_MPIEXECS = ("hydra", "pals")  # they find the nodes of a PBS or Flux job
 CODE, IMAGE = STAGED
 # launchers that only work in jobs of one batch system
 OF_SYSTEM = {"srun": "slurm", "ibrun": "slurm", "flux": "flux"}
-# Holds the token of a job's submission, in the job's environment.
+# environment variable of a job with the token of its submission
 TOKEN_VARIABLE = "GEMS_SUBMISSION"
 
 
 class Work(Protocol):
-    """What a batch script calls: it launches the runs of `run_folders` in turn."""
+    """The work of a batch script: launch the runs of `run_folders` one after another."""
 
     @property
     def run_folders(self) -> tuple[str, ...]:
@@ -34,20 +34,23 @@ class Work(Protocol):
         """Run the job."""
 
     def with_token(self, token: str) -> Self:
-        """Return the same for the submission of this token."""
+        """Return the same work for the submission with this token."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
     """The resources of one run, with one task per rank.
 
-    `python` is the command that starts the ranks' interpreter. A simulated run has no ranks: it is
-    one process here, whatever the cluster. With `checks_placement`, ranks only report their
-    placement. With `snapshot`, everything is started from the code archive in the run folder.
-    `after` is the number of a job that must have ended, in any state, before this one starts.
-    `runs_dir` is the folder of run folders, as the user gave it. `staged` names the files of which
-    each node has a copy. `nodelist` are the nodes of the allocation that the ranks run on; if it is
-    empty, SLURM chooses.
+    A simulated run has no ranks: it is one process here, for every cluster.
+
+    Attributes:
+        runs_dir: The folder of run folders, as the user gave it.
+        python: The command that starts the ranks' interpreter.
+        snapshot: Whether everything is started from the code archive in the run folder.
+        checks_placement: Whether ranks only report their placement.
+        after: The number of a job that must have ended, in any state, before this one starts.
+        staged: The files of which each node has a copy.
+        nodelist: The nodes of the allocation that the ranks run on; if empty, SLURM chooses.
     """
 
     name: str
@@ -68,24 +71,18 @@ class JobSpec:
     nodelist: tuple[str, ...] = ()
 
     def stage_path(self, what: str) -> str:
-        """Return the path of a copy on each node.
-
-        The number of this process's job keeps jobs apart.
-        """
+        """Return the path of a copy on each node; it contains the number of this job."""
         suffix = ".zip" if what == CODE else Path(self.cluster.container_image or "").suffix
         return f"{self.cluster.stage_dir.rstrip('/')}/gems-{own_job_id()}-{what}{suffix}"
 
     @property
     def is_batch(self) -> bool:
-        """Whether it is a job of a batch system's, and not a run of this machine."""
+        """Whether it is a job of a batch system, not a run on this machine."""
         return _is_batch(self.launcher, self.cluster)
 
     @property
     def gpu_option(self) -> tuple[str, str] | None:
-        """The option, the same for sbatch and srun, that asks for GPUs, and its value.
-
-        None if none are asked for.
-        """
+        """The option of sbatch and srun that requests GPUs, with its value, or None."""
         request = self.cluster.gpu_request
         if not self.gpus_per_node or request == "none":
             return None
@@ -94,24 +91,24 @@ class JobSpec:
 
     @property
     def cpus_per_node(self) -> int:
-        """CPUs of a node that its ranks use."""
+        """The CPUs that the ranks of a node use."""
         return self.tasks_per_node * self.cpus_per_task
 
     @property
     def requested_gpus(self) -> int:
-        """GPUs of a node that an option asks for."""
+        """The GPUs of a node that an option requests."""
         return self.gpus_per_node if self.gpu_option is not None else 0
 
     @property
     def allocated_nodes(self) -> int:
-        """Number of nodes of the allocation: those of the ranks and the spare ones."""
+        """The nodes of the allocation: those of the ranks and the spare ones."""
         return self.nodes + self.cluster.spare_nodes
 
     @property
     def allocated_tasks_per_node(self) -> int:
-        """Tasks of a node that the allocation has CPUs for.
+        """The tasks of a node for which the allocation has CPUs.
 
-        As many as the ranks on the fewest nodes may need.
+        They are enough for the ranks on the smallest number of nodes.
         """
         fewest = min([self.nodes, *self.cluster.smaller_nodes(self.nodes)])
         return max(
@@ -120,20 +117,17 @@ class JobSpec:
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs of the whole allocation, idle ones too: that is what a site charges."""
+        """The GPUs of the whole allocation, including idle ones, which sites charge too."""
         return self.allocated_nodes * self.gpus_per_node
 
     @property
     def gpu_hours(self) -> float:
-        """GPU-hours if the job takes all its minutes."""
+        """The GPU-hours if the job uses all its minutes."""
         return self.gpus * self.minutes / 60
 
     @property
     def charge(self) -> float | None:
-        """The site's charge if the job takes all its minutes, in its own unit.
-
-        None if the rate is not known.
-        """
+        """The site's charge if the job uses all its minutes, or None if the rate is unknown."""
         if self.cluster.charge_rate is None or self.launcher == SIMULATED:
             return None
         hours = (
@@ -150,10 +144,7 @@ class JobSpec:
 
     @property
     def has_early_signal(self) -> bool:
-        """Whether the job is long enough for the signal before its end.
-
-        The signal must come in the second half of the job.
-        """
+        """Whether the signal before the end would come in the second half of the job."""
         return 0 < 2 * self.cluster.signal_before_end_s <= 60 * self.minutes
 
     def summary(self) -> str:
@@ -174,7 +165,7 @@ class JobSpec:
 def _is_batch(launcher: str, cluster: ClusterConfig) -> bool:
     """Return whether a launcher's ranks run in a job.
 
-    SLURM is the default of every cluster preset, even the one for this machine.
+    cluster.scheduler=slurm alone does not mean a job: it is the default of every preset.
     """
     return launcher != SIMULATED and (
         cluster.scheduler != "slurm" or OF_SYSTEM.get(launcher) == "slurm"
@@ -182,7 +173,7 @@ def _is_batch(launcher: str, cluster: ClusterConfig) -> bool:
 
 
 def _python(cluster: ClusterConfig) -> tuple[str, ...]:
-    """Return the command that starts the ranks' interpreter; raise ConfigError for none."""
+    """Return the command that starts the ranks' interpreter; raise ConfigError if it is invalid."""
     if cluster.python is None:
         return (sys.executable,) if cluster.container_image is None else ("python3",)
     try:
@@ -199,7 +190,8 @@ def _python(cluster: ClusterConfig) -> tuple[str, ...]:
 def job_spec(spec: RunSpec) -> JobSpec:
     """Return the resources of a run.
 
-    Raise ConfigError for ranks here on several nodes or a bad cluster.python.
+    Raises:
+        ConfigError: Local ranks on several nodes, or an invalid cluster.python.
     """
     cluster = spec.cluster
     nodes = cluster.nodes or 1

@@ -1,4 +1,4 @@
-"""Build what every batch script has, whichever system reads it: its modules, variables, options."""
+"""The parts of batch scripts that all systems share: template, modules, variables, options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jobs.batch.resources import JobSpec
 
 
 def render(system: str, *, command: str, directives: Sequence[str], **blocks: Sequence[str]) -> str:
-    """Fill in a system's template, templates/SYSTEM.sh; the line of an empty block is left out."""
+    """Fill in the template templates/SYSTEM.sh; remove the lines of empty blocks."""
     text = resources.files("jobs.batch").joinpath(f"templates/{system}.sh").read_text()
     lines = {"command": [command], "directives": directives, **blocks}
     return re.sub(
@@ -28,7 +28,7 @@ def render(system: str, *, command: str, directives: Sequence[str], **blocks: Se
 
 
 def report_short_job(job: JobSpec) -> None:
-    """Report if a job is too short for the signal before its end by which its run would save."""
+    """Warn if a job is too short for the signal before its end, which makes its run save."""
     if job.cluster.signal_before_end_s and not job.has_early_signal:
         early = f"cluster.signal_before_end_s={job.cluster.signal_before_end_s} s before the end"
         short = f"cluster.minutes={job.minutes} is too short to save {early}"
@@ -36,10 +36,10 @@ def report_short_job(job: JobSpec) -> None:
 
 
 class FreeOptions(NamedTuple):
-    """The rules of a free map of options, which is the value of `key`.
+    """The rules of the free map of options at `key`.
 
-    `own` has the options that keys of their own set, `lists` those that may be given several times;
-    `separator` is what names have between their words.
+    `own` maps options that are set by other keys to these keys. `lists` has the options that may be
+    repeated. `separator` joins the words of an option's name.
     """
 
     key: str
@@ -51,11 +51,11 @@ class FreeOptions(NamedTuple):
     separator: str = "-"
 
     def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Check options: true is a bare flag, false and null leave the option out.
+        """Check options: true is a bare flag, and false and null omit the option.
 
         Raises:
-            ConfigError: an option that a key of its own sets, no name of one, or text that would
-                leave its line.
+            ConfigError: An option is set by its own key, has an invalid name, or contains text that
+                would break out of its line.
         """
         checked: dict[str, Any] = {}
         for name, value in options.items():
@@ -72,7 +72,7 @@ class FreeOptions(NamedTuple):
                 raise ConfigError(
                     full, value, "must be one value", f"as in +{self.key}.{self.example}"
                 )
-            if not all(str(each).isprintable() for each in (value if is_list else [value])):
+            if not all(str(item).isprintable() for item in (value if is_list else [value])):
                 raise ConfigError(full, repr(value), "must be printable text")
             if value is not None and value is not False:
                 checked[option] = value
@@ -80,7 +80,7 @@ class FreeOptions(NamedTuple):
 
 
 def module_lines(cluster: ClusterConfig) -> list[str]:
-    """Return the line that loads the site's modules; without them a run would fail less clearly."""
+    """Return the line that loads the site's modules, or ends the job with a clear error."""
     if not cluster.modules:
         return []
     return [f"module load {shlex.join(cluster.modules)} || exit {ConfigError.exit_code}"]
@@ -90,7 +90,7 @@ def export_lines(values: Mapping[str, object]) -> list[str]:
     """Return the lines that set variables.
 
     Raises:
-        ConfigError: a name or value is not valid.
+        ConfigError: A name or value is invalid.
     """
     for name, value in values.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
@@ -126,5 +126,5 @@ def check_path(job: JobSpec, folder: RunFolder, system: str, forbidden: Mapping[
 
 
 def shown(name: str) -> str:
-    """Return a name as it can be printed on a line."""
+    """Return a name in a form that can be printed on one line."""
     return name if name.isprintable() else repr(name)

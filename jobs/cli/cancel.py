@@ -19,7 +19,7 @@ def cancel(words: Sequence[str], options: Options) -> int:
     Return 1 if something was refused or has not ended yet.
 
     Raises:
-        ConfigError: nothing named, no such run or study, or nobody there to confirm.
+        ConfigError: Nothing is named, a run or study does not exist, or nobody can confirm.
     """
     catalogue = find_named(words, "cancel")
     seen = overview(catalogue)
@@ -33,7 +33,7 @@ def cancel(words: Sequence[str], options: Options) -> int:
 
 
 def _is_confirmed(seen: Overview) -> bool:
-    """Show what would end, and ask."""
+    """Show the runs and studies that would end, and ask for confirmation."""
     active = [run for run in seen.all_runs() if run.is_active]
     if not sys.stdin.isatty():
         raise ConfigError(

@@ -1,7 +1,4 @@
-"""`gems-jobs diagnose`: why a run ended, in one paragraph.
-
-Of a study's failed points, one line each.
-"""
+"""`gems-jobs diagnose`: why runs ended, in a paragraph each, or a line for points of a study."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ def diagnose(words: Sequence[str], options: Options) -> int:
     diagnosis.json in the run folders. Return 0 if every cause is known, else 1.
 
     Raises:
-        ConfigError: no such run or study, or a node that is not on the list.
+        ConfigError: A run or study does not exist, or the node is not on the list.
     """
     if UNBLOCK in options.chosen:
         return _unblock(words, options.chosen[UNBLOCK], options)
@@ -37,17 +34,15 @@ def diagnose(words: Sequence[str], options: Options) -> int:
     for study in catalogue.studies:
         points = [(label, folder) for label, folder in study.points() if folder.path.is_dir()]
         rows = [(label, diagnose_run(folder, with_trace=False)) for label, folder in points]
-        failed = sorted(
-            (row for row in rows if row[1].has_failed), key=lambda row: row[1].cause
-        )  # of a cause together
+        failed = sorted((row for row in rows if row[1].has_failed), key=lambda row: row[1].cause)
         studies.append((study.name, failed))
     every = [*diagnoses, *(point for _, points in studies for _, point in points)]
     for diagnosis in every:
         record_diagnosis(diagnosis)
     if not options.json:
         described = [_describe(name, points) for name, points in studies]
-        print("\n\n".join([*(each.paragraph() for each in diagnoses), *described]))
-        for error in (error for each in diagnoses for error in each.query_errors):
+        print("\n\n".join([*(diagnosis.paragraph() for diagnosis in diagnoses), *described]))
+        for error in (error for diagnosis in diagnoses for error in diagnosis.query_errors):
             report(f"no answer: {error}")
     elif len(diagnoses) == 1 and not studies:
         print_json(diagnoses[0].to_dict())
@@ -55,12 +50,14 @@ def diagnose(words: Sequence[str], options: Options) -> int:
         listed = [
             {
                 "study": name,
-                "failed": [{"point": label, **each.to_dict()} for label, each in points],
+                "failed": [{"point": label, **point.to_dict()} for label, point in points],
             }
             for name, points in studies
         ]
-        print_json({"runs": [each.to_dict() for each in diagnoses], "studies": listed})
-    return UNKNOWN_CAUSE if any(each.cause is FailureCause.UNKNOWN for each in every) else 0
+        runs = [diagnosis.to_dict() for diagnosis in diagnoses]
+        print_json({"runs": runs, "studies": listed})
+    is_unknown = any(diagnosis.cause is FailureCause.UNKNOWN for diagnosis in every)
+    return UNKNOWN_CAUSE if is_unknown else 0
 
 
 def _describe(study: str, points: Sequence[tuple[str, Diagnosis]]) -> str:
@@ -71,8 +68,8 @@ def _describe(study: str, points: Sequence[tuple[str, Diagnosis]]) -> str:
         same = list(rows)
         lines.append(f"{cause} ({len(same)})")
         lines += [
-            f"  {label}, {each.folder.path.name}: {each.where() or 'the run'}: {each.text}"
-            for label, each in same
+            f"  {label}, {point.folder.path.name}: {point.where() or 'the run'}: {point.text}"
+            for label, point in same
         ]
         lines.append(f"  to change: {'; '.join(same[0][1].advice)}")
     return "\n".join(map(printable, lines))

@@ -1,4 +1,4 @@
-"""`gems-jobs discover`: draft a preset of this site from its SLURM, for a person to check."""
+"""`gems-jobs discover`: draft a preset of this site from its SLURM, to be checked by a person."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MPI_TYPES = {"mpich": "pmi2", "openmpi": "pmix"}
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What SLURM's commands print about a site."""
+    """A site as SLURM's commands describe it."""
 
     hosts: tuple[str, ...]
     config: dict[str, str]
@@ -43,7 +43,7 @@ def discover(words: Sequence[str], options: Options) -> int:
     """Print a draft of this site's preset, as YAML, or with --json as an object.
 
     Raises:
-        ConfigError: unknown words, no SLURM here, or one that does not answer.
+        ConfigError: There are extra words, or SLURM is missing here or does not answer.
     """
     if words:
         raise ConfigError(
@@ -138,10 +138,7 @@ def format_draft(site: Site) -> str:
 
 
 def main_kind(kinds: Sequence[NodeKind]) -> NodeKind:
-    """Return the nodes to draft for.
-
-    Those with GPUs before others, the default partition's, then the most.
-    """
+    """Return the nodes for the draft: those with GPUs, then of the default partition, then most."""
     return max(
         kinds, key=lambda kind: (kind.gpus > 0, kind.is_default, kind.nodes * max(1, kind.gpus))
     )
@@ -153,16 +150,13 @@ def preset_name(cluster_name: str) -> str:
 
 
 def host_pattern(hosts: Sequence[str]) -> str:
-    """Return a pattern for this login node and those numbered like it, with a known domain."""
+    """Return a pattern for this login node and its numbered siblings, with the domain if known."""
     label, dot, domain = max(hosts, key=len, default="localhost").partition(".")
     return re.sub(r"\d+", "*", label) + dot + domain
 
 
 def mpi_type(site: Site) -> str | None:
-    """Return srun's MPI type: the site's default, else that of this machine's mpiexec.
-
-    None if neither is known.
-    """
+    """Return srun's MPI type: the site's default, or that of this machine's mpiexec, or None."""
     default = site.config.get("MpiDefault", "none")
     if default not in ("none", "(null)"):
         return default
@@ -171,17 +165,14 @@ def mpi_type(site: Site) -> str | None:
 
 
 def gpu_request(gpus: int, select_type: str) -> str:
-    """Return the option that asks for GPUs.
-
-    SLURM has --gpus-per-node only with the plug-in cons_tres.
-    """
+    """Return the option that requests GPUs; --gpus-per-node needs the plug-in cons_tres."""
     if not gpus:
         return "none"
     return "gpus-per-node" if "cons_tres" in select_type else "gres"
 
 
 def draft_limit(partition: dict[str, str]) -> dict[str, Any] | None:
-    """Return a partition's row of `limits`; None if it has no name."""
+    """Return a partition's row of `limits`, or None if it has no name."""
     if "PartitionName" not in partition:
         return None
     total, largest, smallest = (

@@ -1,4 +1,4 @@
-"""`gems-jobs logs`: the output of a run's ranks, at once or until the run ends."""
+"""`gems-jobs logs`: print the output of a run's ranks, so far or until the run ends."""
 
 from __future__ import annotations
 
@@ -31,22 +31,20 @@ POLL_S = 0.2
 QUERY_EVERY_S = 15.0  # of SLURM, while nothing changes in the run folder
 CHUNK_BYTES = 1 << 20
 MAX_LINE_BYTES = 2 << 20  # a longer line is cut at its start
-LINE_END = re.compile(
-    rb"(\r?\n|\r(?!\Z))"
-)  # a carriage return at the end may be followed by a line feed
+# a carriage return at the end may be followed by a line feed
+LINE_END = re.compile(rb"(\r?\n|\r(?!\Z))")
 NUMBER = re.compile(r"[0-9]{1,9}")
-LABELLING = ("srun", "flux")  # launchers that write its rank before each line
+LABELLING = ("srun", "flux")  # launchers that write the rank before each line
 RANK_LABEL = re.compile(rb"^ *(\d+): ?(.*)", re.DOTALL)
 
 
 def logs(words: Sequence[str], options: Options) -> int:
     """Run `gems-jobs logs RUN [-f] [--rank K] [--lines N]`.
 
-    -f goes on until the run has ended and all is printed; its state and its end are reported on
-    stderr.
+    -f follows the output until the run has ended, and reports its state on stderr.
 
     Raises:
-        ConfigError: not one run, or a rank or a number of lines that cannot be.
+        ConfigError: The words do not name one run, or the rank or number of lines is invalid.
     """
     folder = find_one_run(words, "logs")
     text = options.chosen.get("--lines", str(LINES))
@@ -64,18 +62,17 @@ def logs(words: Sequence[str], options: Options) -> int:
                 report(f"no log yet: {watch.line()}")
         except KeyboardInterrupt:
             if not is_followed:
-                raise  # the end of following is an interrupt
+                raise  # an interrupt is the normal end of -f
         printer.flush()
     return 0
 
 
 def follow(folder: RunFolder, tail: Tail, printer: _Printer, watch: _Watch) -> None:
-    """Print what is added to a log until the run has ended; a restarted run has a new log."""
+    """Print additions to a log until the run has ended; a restarted run has a new log."""
     pause = threading.Event()
     while True:
-        has_ended = (
-            watch.has_ended()
-        )  # before the log is read, so that nothing is added after the last read
+        # before the log is read, so that nothing is added after the last read
+        has_ended = watch.has_ended()
         if has_ended and not tail.was_there:
             tail.path = find_log(folder)
         chunk = tail.read()
@@ -89,7 +86,7 @@ def follow(folder: RunFolder, tail: Tail, printer: _Printer, watch: _Watch) -> N
 
 
 def find_log(folder: RunFolder) -> Path:
-    """Return the log of the ranks, or the newest of the batch script if they never started."""
+    """Return the log of the ranks, or the newest one of the batch script if they never started."""
     log = folder.logs / "ranks.log"
     if read_status(folder).get("state") in ("prepared", *UNFINISHED):
         return log
@@ -97,7 +94,7 @@ def find_log(folder: RunFolder) -> Path:
 
 
 class Tail:
-    """Reads what is added to a file, which may not exist yet or be replaced by a new one."""
+    """A reader of the additions to a file, which may not exist yet or be replaced by a new one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -111,7 +108,7 @@ class Tail:
         self._file.close()
 
     def skip_to_last(self, count: Callable[[bytes], int], num_lines: int) -> None:
-        """Skip to the last chunks that hold so many lines; `count` counts those of a chunk."""
+        """Skip to the last chunks with so many lines; `count` counts the lines of a chunk."""
         with contextlib.suppress(OSError):
             size = self.path.stat().st_size
             with self.path.open("rb") as file:
@@ -131,7 +128,7 @@ class Tail:
                 self._file.seek(at)
 
     def read(self) -> bytes:
-        """Return what was added since the last call; nothing at the end."""
+        """Return the next chunk of additions, empty at the end."""
         chunk = self._file.read(CHUNK_BYTES)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if not chunk and not (
@@ -146,14 +143,14 @@ class Tail:
 
 
 class _Printer:
-    """Prints the lines of a log, of one rank if it is given."""
+    """A printer of the lines of a log, or of one rank's lines."""
 
     def __init__(self, rank: int | None) -> None:
         self._rank = rank
         self._rest = b""
 
     def last(self, tail: Tail, num_lines: int | None) -> None:
-        """Print the last lines of what exists already."""
+        """Print the last lines that exist already."""
         if num_lines is not None:
             tail.skip_to_last(self._count, num_lines)
         chunks = iter(tail.read, b"")
@@ -163,36 +160,30 @@ class _Printer:
             return
         lines = deque((line for chunk in chunks for line in self._lines(chunk)), maxlen=num_lines)
         rest = b""
-        if self._rank is None:  # what comes next is printed as it comes
+        if self._rank is None:  # what follows is printed without waiting for the line's end
             rest = self._rest
             self._rest = b""
         _show(b"".join(lines) + rest)
 
     def write(self, chunk: bytes) -> None:
-        """Print what was added; of one rank, the lines that are complete."""
+        """Print a chunk, or its complete lines of one rank."""
         _show(chunk if self._rank is None else b"".join(self._lines(chunk)))
 
     def flush(self) -> None:
-        """Print what follows the last line's end."""
+        """Print the incomplete last line."""
         rest = self._rest
         self._rest = b""
         if rest and self._is_wanted(rest):
             _show(rest)
 
     def _lines(self, chunk: bytes) -> list[bytes]:
-        """Return the lines that a chunk completes.
-
-        One ends with a line feed, a carriage return, or both.
-        """
+        """Return the lines that a chunk completes; they end in a line feed, carriage return or both."""
         *lines, self._rest = LINE_END.split(self._rest + chunk)
         pairs = zip(lines[::2], lines[1::2], strict=True)
         return [line + end for line, end in pairs if self._is_wanted(line)]
 
     def _count(self, chunk: bytes) -> int:
-        """Count the lines of a chunk that would be printed.
-
-        The first of it may be cut, and counts as the rest does.
-        """
+        """Count the lines of a chunk that would be printed, including a cut first one."""
         return sum(map(self._is_wanted, LINE_END.split(chunk)[:-1:2]))
 
     def _is_wanted(self, line: bytes) -> bool:
@@ -201,14 +192,14 @@ class _Printer:
 
 
 class _Watch:
-    """Watches a run for its end: its folder at each call, SLURM or its process now and then."""
+    """A watch for a run's end: its folder at each call, SLURM or its process now and then."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._reported = ""
         self._query(folder)
 
     def has_ended(self) -> bool:
-        """Return whether the run has ended; report on stderr when it waits, and why."""
+        """Return whether the run has ended; report on stderr if it waits, and why."""
         folder = self._seen.folder
         if (
             read_status(folder) != self._seen.status
@@ -216,9 +207,8 @@ class _Watch:
         ):
             self._query(folder)
         state = self._seen.state
-        news = (
-            f"{state} {self._seen.note}" if state == "pending" else state
-        )  # a stalled one's note has seconds
+        # not the note of a stalled run, which contains seconds
+        news = f"{state} {self._seen.note}" if state == "pending" else state
         if state in ("pending", "stalled", SUBMITTING, *WAITING) and news != self._reported:
             report(self.line())
         self._reported = news

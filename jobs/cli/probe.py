@@ -1,4 +1,4 @@
-"""`gems-jobs probe`: the probe by itself, here by mpiexec or as a small job of two ranks."""
+"""`gems-jobs probe`: run the MPI probe alone, here by mpiexec or as a small job of two ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gems.config.compose import compose
 from gems.errors import ConfigError, StalledError
 from gems.launch.local_launcher import Ended, rank_environment
 from gems.runs.folder import RunFolder
-from gems.runs.owner import new_token
+from gems.runs.owner import new_token, not_writable
 from gems.utils.tables import name_values
 from gems.utils.units import MIB, format_rates
 from jobs.batch.job import script_path
@@ -27,11 +27,9 @@ from jobs.probes.mpi import RANKS, MpiProbe, probe_json
 from jobs.schedulers.scheduler import Scheduler, scheduler_for
 
 LIMIT = "--limit"
-TWO_RANKS = (
-    "parallel.partitions=2",
-    "parallel.replicas=1",
-)  # a run that suits the two ranks; its model is not used
-QUEUE_LIMIT_MIN = 15  # to wait for, in the queue and in the job
+# a run of two ranks; its model is not used
+TWO_RANKS = ("parallel.partitions=2", "parallel.replicas=1")
+QUEUE_LIMIT_MIN = 15  # for the wait in the queue and the job itself
 JOB_MINUTES = 5
 POLL_S = 1.0
 VISIBLE_LIMIT_S = 20.0  # until the job's file is visible through a shared file system
@@ -40,18 +38,17 @@ VISIBLE_LIMIT_S = 20.0  # until the job's file is visible through a shared file 
 def probe(words: Sequence[str], options: Options) -> int:
     """Run `gems-jobs probe [cluster=NAME key=value ...]`.
 
-    Probe MPI and device memory, and print the result.
-    The result is kept for 30 days; a kept one is not used here. On SLURM the probe waits in the
-    queue, for --limit minutes at most.
+    Probe MPI and device memory, print the result, and cache it for 30 days. A job may take
+    --limit minutes, including the wait in the queue.
 
     Raises:
-        ConfigError: no launcher, no permission, a refused job, MPI that does not start as
-            configured, or must not be given device memory.
-        RankFailedError: the ranks ended otherwise.
-        StalledError: they did not end, or did not start in time.
+        ConfigError: No launcher, no permission, a refused job, or an MPI that does not start as
+            configured or does not accept device memory.
+        RankFailedError: The ranks ended with another error.
+        StalledError: They did not start or end in time.
     """
     spec = compose([*TWO_RANKS, *words])
-    # its folder is not a run's, and there is nothing to save
+    # its folder has no code archive, and there is nothing to save
     spec = replace(spec, cluster=replace(spec.cluster, archive_code=False, signal_before_end_s=0))
     if not spec.machine.takes_steps:
         raise ConfigError(
@@ -79,7 +76,7 @@ def probe(words: Sequence[str], options: Options) -> int:
 
 
 def probe_table(result: Mapping[str, Any]) -> str:
-    """Return what a probe found, one line for each fact."""
+    """Return the results of a probe, one per line."""
     ranks = result["ranks"]
     gpus = (
         (
@@ -125,7 +122,7 @@ def _minutes(options: Options) -> float:
 
 
 def _folder(mpi_probe: MpiProbe) -> RunFolder:
-    """Make the folder of a probe, beside the runs, where all nodes can see it."""
+    """Create the folder of a probe beside the runs, where all nodes can see it."""
     job = mpi_probe.job
     name = f"probe-{job.cluster.name}-{mpi_probe.digest}"
     folder = RunFolder(Path(job.runs_dir).resolve() / name)
@@ -134,18 +131,15 @@ def _folder(mpi_probe: MpiProbe) -> RunFolder:
         for path in folder.logs.iterdir():
             path.unlink()
     except OSError as error:
-        text = f"cannot write there ({error.strerror}: {error.filename})"
-        advice = "give runs_dir= a folder of yours"
-        raise ConfigError("runs_dir", job.runs_dir, text, advice) from error
+        raise not_writable(job.runs_dir, error) from error
     return folder
 
 
 def _in_job(mpi_probe: MpiProbe, limit_min: float) -> dict[str, Any]:
-    """Submit a job of two ranks and wait for its end.
+    """Submit a job of two ranks, wait for its end, and return the result with the number of nodes.
 
-    Return what was found, with the number of nodes.
-    Its script is that of a run except for the last line, and its job is cancelled when the wait is
-    over.
+    The script differs from a run's only in the last line. The job is cancelled if it takes too
+    long.
     """
     job = mpi_probe.job
     cluster = job.cluster
@@ -186,7 +180,7 @@ def _in_job(mpi_probe: MpiProbe, limit_min: float) -> dict[str, Any]:
 
 
 def _wait(scheduler: Scheduler, job_id: str, limit_min: float) -> None:
-    """Wait for a job's end; cancel it when the time is over, or when the user interrupts."""
+    """Wait for a job's end; cancel it after the time limit or an interrupt."""
     deadline_s = time.monotonic() + 60 * limit_min
     state = "unknown"
     has_ended = False

@@ -1,7 +1,6 @@
-"""Resume runs that have ended from their newest checkpoints, without nodes that failed.
+"""`gems-jobs resubmit`: continue ended runs from their newest checkpoints, without bad nodes.
 
-`gems-jobs resubmit`.
-The failed points of a study go as its points do, by job arrays; with --force each goes alone.
+The failed points of a study are submitted in job arrays, or one by one with --force.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from jobs.studies.points import Point
 from jobs.studies.runner import StudyRunner
 
 OVERRIDE = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=")
-# Keys that leave the results of a run as they are, or only make it longer.
+# keys that do not change the results of a run, or only make it longer
 CLUSTER = "cluster."
 MAY_CHANGE = (
     f"{CLUSTER}KEY",
@@ -57,15 +56,14 @@ FAILED_STATES = ("failed", "lost", "stopped")
 
 
 def resubmit(words: Sequence[str], options: Options) -> int:
-    """Run `gems-jobs resubmit RUN_OR_STUDY ... [key=value ...]`.
+    """Run `gems-jobs resubmit RUN_OR_STUDY ... [key=value ...]`; of a study, all failed points.
 
-    Of a study all points that have failed.
-    Runs that are active are refused, finished ones unless --force, and those whose cause needs a
-    change first unless --yes. Above cluster.confirm_above_gpu_hours, of all points of a study
-    together, it asks first unless --yes. Return the worst of the exit codes, 1 for a refusal.
+    Active runs are refused, finished ones unless --force, and those whose cause of failure needs a
+    change first unless --yes. Jobs above cluster.confirm_above_gpu_hours, of all points of a study
+    together, must be confirmed unless --yes. Return the worst exit code; a refusal is 1.
 
     Raises:
-        ConfigError: no such run or study, or a key that would make another run of it.
+        ConfigError: A run or study does not exist, or a key would make another run of it.
     """
     overrides = [word for word in words if OVERRIDE.match(word) and not word.startswith(RUNS_DIR)]
     for key, _, value in (word.lstrip("+").partition("=") for word in overrides):
@@ -120,22 +118,23 @@ class _Resubmission:
                 self.submit(folder)
                 continue
             try:
-                spec, said = self._next_attempt(folder)
+                spec, point_notes = self._next_attempt(folder)
             except GemsError as error:
                 self._refuse(folder, error)
             else:
                 points.append(point := Point((labels[folder.path],), spec))
-                notes[point.folder.path] = said
+                notes[point.folder.path] = point_notes
         if not points:
             return
         try:
-            if not is_confirmed([job_spec(each.spec) for each in points], assume_yes=self.is_sure):
+            jobs = [job_spec(point.spec) for point in points]
+            if not is_confirmed(jobs, assume_yes=self.is_sure):
                 raise GemsError(NOT_CONFIRMED)
         except GemsError as error:
             for point in points:
                 self._refuse(point.folder, error)
             return
-        # those without a folder yet too
+        # including those without a folder yet
         known = [(label, folder.path) for label, folder in study.points()]
         study.begin([*known, *((point.label, point.folder.path) for point in points)])
         runner = StudyRunner(points, study, points)
@@ -150,9 +149,10 @@ class _Resubmission:
                 self._note(folder, notes[folder.path], read_status(folder).get("exit_code") or 0)
 
     def _next_attempt(self, folder: RunFolder) -> tuple[RunSpec, list[str]]:
-        """Return the configuration to submit and notes for the user, and record why the run ended.
+        """Return the configuration to submit and notes for the user; record the diagnosis.
 
-        Raise if it may not.
+        Raises:
+            GemsError: The run may not be submitted again.
         """
         diagnosis = diagnose_run(folder, with_trace=False)
         if (refusal := self._refusal(diagnosis)) is not None:
@@ -161,7 +161,7 @@ class _Resubmission:
         return _changed_spec(folder, self.overrides)
 
     def _refusal(self, diagnosis: Diagnosis) -> str | None:
-        """Return why a run is not submitted again, or None."""
+        """Return the reason not to submit a run again, or None."""
         cause = diagnosis.cause
         if cause in (FailureCause.RUNNING, FailureCause.WAITING) and diagnosis.state != "prepared":
             return f"it is {diagnosis.state}: {diagnosis.text}"
@@ -176,7 +176,7 @@ class _Resubmission:
         return f"{diagnosis.line()}; {first} ({YES} submits it unchanged)"
 
     def _note(self, folder: RunFolder, notes: Sequence[str], code: int) -> None:
-        """Note what became of a run that was started here, or submitted."""
+        """Record the outcome of a run that was started here or submitted."""
         job_id = None
         if not code and job_spec(folder.read_spec()).is_batch:
             job_id = read_status(folder).get("job_id")
@@ -194,7 +194,7 @@ class _Resubmission:
     def _add(
         self, folder: RunFolder, outcome: str, why: str, code: int = 0, job_id: str | None = None
     ) -> None:
-        """Note and print an outcome: submitted, finished (here), refused or failed."""
+        """Record and print an outcome: submitted, finished (here), refused or failed."""
         name = folder.path.name
         if not self.as_json:
             print(printable(f"{name}: {outcome}, {why}"), flush=True)
@@ -211,9 +211,10 @@ class _Resubmission:
 
 
 def _changed_spec(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunSpec, list[str]]:
-    """Return the run to submit, and notes for the user.
+    """Return the configuration to submit and notes for the user.
 
-    Raise ConfigError if too few nodes are left for it.
+    Raises:
+        ConfigError: Too few nodes are left.
     """
     notes = []
     spec = with_strips_chosen(
@@ -244,10 +245,7 @@ def _changed_spec(folder: RunFolder, overrides: Sequence[str]) -> tuple[RunSpec,
 
 
 def _check_nodes_left(job: JobSpec, blocked: Sequence[BlockedNode]) -> None:
-    """Raise ConfigError if the excluded nodes leave too few.
-
-    SLURM, if it does not answer now, would refuse the job.
-    """
+    """Raise ConfigError if the excluded nodes leave too few; skip the check without SLURM."""
     cluster = job.cluster
     if not cluster.exclude:
         return

@@ -32,10 +32,10 @@ CLEAR = "\x1b[H\x1b[2J"
 def status(words: Sequence[str], options: Options) -> int:
     """Run `gems-jobs status [RUN_OR_STUDY ...]`.
 
-    --watch S shows the table again every S s until all have ended.
+    --watch S repeats the table every S seconds until all have ended.
 
     Raises:
-        ConfigError: no such run or study, or an interval that is none.
+        ConfigError: A run or study does not exist, or the interval is invalid.
     """
     every_s = _interval_s(options)
     catalogue = find_runs(words)
@@ -51,11 +51,11 @@ def status(words: Sequence[str], options: Options) -> int:
     except KeyboardInterrupt:
         if every_s is None:
             raise
-        return 0  # that is how one ends watching
+        return 0  # an interrupt is the normal end of --watch
 
 
 def status_table(seen: Overview, *, with_points: bool = False, width: int = 0) -> str:
-    """Return the table with notes on what is guessed; `width` limits its lines unless it is 0."""
+    """Return the table with notes on guesses; `width` limits its lines unless it is 0."""
     rows = [_row(run, run.folder.path.name) for run in seen.runs]
     for study in seen.studies:
         counts = describe_states(run.state for _, run in study.points)
@@ -72,10 +72,7 @@ def status_table(seen: Overview, *, with_points: bool = False, width: int = 0) -
 
 
 def _table(rows: Sequence[Mapping[str, str]], width: int) -> str:
-    """Return a table of rows by column.
-
-    If it is wider than `width`, names and notes have lines of their own.
-    """
+    """Return a table of rows; if it is wider than `width`, put names and notes on own lines."""
     text = table(COLUMNS, _cells(COLUMNS, rows), width=width)
     if not width or max(map(len, text.splitlines())) <= width:
         return text

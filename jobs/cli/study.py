@@ -1,4 +1,4 @@
-"""`gems-jobs study`: run the unfinished points of a study, here or as jobs, and draw all."""
+"""`gems-jobs study`: run the unfinished points of a study, here or as jobs, and draw all points."""
 
 from __future__ import annotations
 
@@ -36,25 +36,27 @@ PointRow = tuple[Point, RunStatus, str]  # a point, its run, and its state
 
 
 def study(words: Sequence[str], options: Options) -> int:
-    """Run `gems-jobs study study=NAME [key=value ...]`; the overrides go to every point.
+    """Run `gems-jobs study study=NAME [key=value ...]`; the overrides apply to every point.
 
-    Points that are missing or failed run. Jobs are submitted, as many as the queue takes, and the
-    next call submits the others; with --wait the command stays until all have ended. Return the
-    worst of the exit codes of the points that ran meanwhile and of the drawing. With --dry-run
-    nothing runs, and the points are printed; with --stop the study is cancelled, as by `jobs
-    cancel`. Above cluster.confirm_above_gpu_hours of all points together it asks first.
+    Run the points that are missing or failed. As many jobs are submitted as the queue accepts; the
+    next call submits the others, and --wait waits until all have ended. --dry-run only prints the
+    points; --stop cancels the study, as `gems-jobs cancel` does. If all points together cost more
+    than cluster.confirm_above_gpu_hours, they must be confirmed. Return the worst exit code of the
+    points that have run and of the drawing.
 
     Raises:
-        ConfigError: no such study, a point that cannot be composed, or nobody to confirm; then none
-        has run.
+        ConfigError: The study does not exist, a point cannot be composed, or nobody can confirm;
+            no point has run.
     """
     chosen = [word for word in words if word.startswith(f"{GROUP}=")]
     if len(chosen) != 1:
         allowed = "give one study: " + one_of(options_of(GROUP))
         raise ConfigError(GROUP, " ".join(chosen) or "none", allowed, "study=NAME")
-    given = chosen[0].partition("=")[2]
-    name = study_name(given)
-    points = compose_points(read_study(given), name, [word for word in words if word not in chosen])
+    spec_name = chosen[0].partition("=")[2]
+    name = study_name(spec_name)
+    points = compose_points(
+        read_study(spec_name), name, [word for word in words if word not in chosen]
+    )
     record = StudyRecord(Path(points[0].spec.runs_dir).resolve() / name)
     if STOP in options.flags:
         return cancel_all(
@@ -110,7 +112,7 @@ def _finish(
 
 
 def _with_states(points: Sequence[Point]) -> list[PointRow]:
-    """Return the points, their runs by one squeue for all jobs, and their own states."""
+    """Return the points with their runs, by one squeue for all jobs, and their states."""
     runs = run_statuses([point.folder for point in points]).runs
     return [(point, run, point_state(run)) for point, run in zip(points, runs, strict=True)]
 
@@ -132,10 +134,10 @@ def _show_jobs(due: Sequence[Point]) -> None:
 
 
 def point_state(run: RunStatus) -> str:
-    """Return the state of a point: that of its run.
+    """Return the state of a point's run.
 
-    One whose job or process has gone without a record has failed.
-    So has a run on another host that is no job and shows no sign of life.
+    A run has failed if its job or process ended without a record, or if it is not a job, is on
+    another host, and shows no sign of life.
     """
     status = run.status
     is_own = status.get("state") == "running" and status.get("pid") == os.getpid()
@@ -144,7 +146,7 @@ def point_state(run: RunStatus) -> str:
 
 
 def is_due(state: str) -> bool:
-    """Return whether a point of this state is to run."""
+    """Return whether a point in this state must run."""
     return state != FINISHED and state not in ACTIVE
 
 
@@ -172,7 +174,7 @@ def draw(folders: Iterable[Path], out: Path, *, as_json: bool) -> tuple[int, dic
 
 
 def _show(rows: Sequence[PointRow], options: Options, **more: Any) -> None:
-    """Print the points with their states, the jobs that they had last, and their run folders."""
+    """Print the points with their states, last jobs and run folders."""
     if options.json:
         listed = [
             {

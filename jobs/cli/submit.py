@@ -1,4 +1,4 @@
-"""`gems-jobs submit`, `prepare`, `collect`: a configuration becomes a run, here or as a job."""
+"""`gems-jobs submit`, `prepare` and `collect`: run a configuration, here or as a job."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ MAX_CHAIN = 100
 
 
 def prepare_run(spec: RunSpec, options: Options) -> int:
-    """Prepare the run folder and print its path, for those who start the ranks themselves."""
+    """Prepare the run folder and print its path, for users who start the ranks themselves."""
     job_id = own_job_id()
     folder = prepare(spec, own=partial(take, verify=gone_verifier(), job_id=job_id))
-    if job_id is None:  # a batch script of one's own has the folder until the end of its job
+    if job_id is None:  # a user's own batch script owns the folder until the end of its job
         release(folder)
     if options.json:
         print_json({"run_folder": str(folder.path)})
@@ -53,7 +53,7 @@ def collect(words: Sequence[str], options: Options) -> int:
     """Run `gems-jobs collect RUN_FOLDER`.
 
     Raises:
-        ConfigError: not one folder, or one that holds no run.
+        ConfigError: The words are not one folder, or the folder has no run.
     """
     if len(words) != 1:
         raise ConfigError(
@@ -67,18 +67,19 @@ def collect(words: Sequence[str], options: Options) -> int:
 def submit(spec: RunSpec, options: Options) -> int:
     """Run here and return the exit code, or submit a job and return 0.
 
-    The code is 1 if the user does not confirm the cost. A job goes through `jobs.preflight.checks`
-    before it is queued, and an expensive one must be confirmed on the terminal or by --yes. --after
-    RUN starts it when that run's job has ended; --chain N submits N jobs, each of which continues
-    the run where the one before had to stop. With --force a folder's owner is taken for gone if
-    nobody can tell. With --dry-run nothing starts and no folder is made: the batch script (here:
-    the launcher's command line) goes to stdout as it would be used, the resources and the preflight
-    to stderr.
+    The code is 1 if the user does not confirm the cost. Before a job is queued it must pass
+    `jobs.preflight.checks`, and an expensive one must be confirmed on the terminal or by --yes.
+    --after RUN starts the job when that run's job has ended. --chain N submits N jobs, each of
+    which continues the run where its predecessor stopped. --force takes a folder if it is unknown
+    whether its owner has ended. --dry-run starts nothing and creates no folder: it prints the batch
+    script (for a local run, the launcher's command line) to stdout, and the resources and the
+    preflight checks to stderr.
 
     Raises:
-        ConfigError: no launcher, no permission, a refused job, a folder in use, or nobody to
-        confirm. DoesNotFitError: a rank would hold more than its device, or a node's ranks more
-        than its host memory.
+        ConfigError: No launcher, no permission, a refused job, a folder in use, or nobody to
+            confirm.
+        DoesNotFitError: A rank needs more than its device's memory, or a node's ranks more than its
+            host memory.
     """
     job = job_spec(spec)
     num_jobs = options.whole(CHAIN, 1, most=MAX_CHAIN)
@@ -119,10 +120,7 @@ def submit(spec: RunSpec, options: Options) -> int:
 
 
 def _job_to_await(runs_dir: str, options: Options) -> str | None:
-    """Return the job that --after names by its run, the last one of a chain.
-
-    None if the run has ended.
-    """
+    """Return the last job of the run that --after names, or None if the run has ended."""
     if (name := options.chosen.get(AFTER)) is None:
         return None
     folder = find_one_run([f"{RUNS_DIR}{runs_dir}", name], "submit")
@@ -148,7 +146,7 @@ def _show(
     checks: Sequence[Check],
     options: Options,
 ) -> None:
-    """Show what would be submitted, or run here if there is no script."""
+    """Show the script that would be submitted, or the command that would run here."""
     if options.json:
         names = (
             "nodes",

@@ -1,1 +1,1 @@
-"""Why a run ended, and what to change."""
+"""Diagnose why a run ended, and advise what to change."""

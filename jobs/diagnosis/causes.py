@@ -1,7 +1,6 @@
-"""The diagnosis as tables: what shows each cause of a run's end, and what to change.
+"""Tables of the diagnosis: log patterns of each cause of a run's end, and advice.
 
-Rows are tried from the top; the first that matches counts. The patterns are searched in logs: they
-are messages of kernels, SLURM, MPI and libraries.
+The first matching row counts. The patterns are messages of kernels, SLURM, MPI and libraries.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ FILE_ERRNO = f"(?:{'|'.join(map(str, sorted(FILE_SYSTEM_ERRORS)))})"
 
 
 FOLLOWS = "may follow"
-# Cause by its name, pattern in a line of a log, and FOLLOWS if the line may be a consequence of
-# something else. A group `node` names the node at fault.
+# Name of the cause, pattern in a line of a log, and FOLLOWS if the line may be a consequence of
+# another failure. A group `node` names the node at fault.
 LOG_PATTERNS: tuple[tuple[str, ...], ...] = (
-    # A network's failures read like those of a file system or of memory: the lines that end with an
-    # errno's text.
+    # network failures first: they may end with an errno's text, like those of files and memory
     (
         "exception",
         r"\bOFI (?:call )?\w+ failed|UCX +ERROR|\bibv_\w+\b.*[Ff]ail|NCCL WARN .*failed",
@@ -37,7 +35,7 @@ LOG_PATTERNS: tuple[tuple[str, ...], ...] = (
         "node failed",
         r"(?i)(?:task|batch|job) launch .*failed.*prolog|prolog (?:failure|failed|error)",
     ),
-    # MPICH's own shared memory, left behind by killed ranks, reads as a lack of memory.
+    # stale shared memory of MPICH, left by killed ranks, also reports a lack of memory
     (
         "launcher",
         r"MPIDI_POSIX\w*\(\d+\).*[Oo]ut of memory|unable to open shared memory"
@@ -68,7 +66,7 @@ LOG_PATTERNS: tuple[tuple[str, ...], ...] = (
     ),
     (
         "file system",
-        # the errno of a file operation, by Python or by HDF5
+        # the errno of a file operation in Python or HDF5
         rf"\bOSError: \[Errno {FILE_ERRNO}\]|\berrno = {FILE_ERRNO}, error message",
     ),
     (
@@ -99,7 +97,7 @@ LOG_PATTERNS: tuple[tuple[str, ...], ...] = (
     ),
     ("killed", r"\bBus error\b|Segmentation fault|Illegal instruction", FOLLOWS),
 )
-# Exceptions that a rank meets because another one has gone.
+# exceptions of a rank that lost its peer
 CONSEQUENCE = re.compile(
     r"mpi4py\.MPI\.Exception|\bException: .*MPI|MPI_ERR|\bOFI\b|NCCL error|ncclRemoteError"
     r"|DistBackendError|DistNetworkError|Connection (?:reset|closed|refused)(?: by peer)?"
@@ -130,8 +128,7 @@ RUN_STATES = {
         FailureCause.WAITING,
     ),
 }
-# Once a rank has been in a step these are settled, and what reads like them is how a launcher
-# itself was lost.
+# Excluded as soon as a rank has begun a step; similar messages then mean that the launcher was lost.
 START_CAUSES = (FailureCause.CONFIGURATION, FailureCause.LAUNCHER, FailureCause.WRONG_MPI)
 ORDERS = (
     FailureCause.NODE,
@@ -139,7 +136,7 @@ ORDERS = (
     FailureCause.TIME_LIMIT,
     FailureCause.CANCELLED,
 )
-# Possible reasons for the kill of a rank; if one was killed, everything else is a consequence.
+# Possible reasons for the kill of a rank; if a rank was killed, all other causes are consequences.
 BEHIND_KILLS = (
     *ORDERS,
     FailureCause.HOST_MEMORY,
@@ -164,8 +161,7 @@ BY_SPECIFICITY = (
     FailureCause.STALLED,
     FailureCause.UNKNOWN,
 )
-# Faults of a node itself, which another would not have; a full quota is the user's, and a full disk
-# that of all nodes.
+# File errors that are the fault of one node, unlike a full quota or disk.
 NODE_FILE_ERRORS = re.compile(
     r"Stale|Input/output error|Transport endpoint|Remote I/O|Read-only file system"
 )
@@ -173,8 +169,7 @@ NODE_FILE_ERRORS = re.compile(
 MOVED = "the run folder was moved"
 GONE = "the interpreter"
 SETUP = "cluster.python, cluster.modules and cluster.setup"
-# Cause by its name, pattern in the text that shows it, what to change; names in braces are values
-# of `report.advise`.
+# Name of the cause, pattern in its text, and advice; names in braces are values of `report.advise`.
 ADVICE: tuple[tuple[str, ...], ...] = (
     ("out of memory on device", "", "{device_memory}"),
     ("does not fit", "", "{device_memory}"),
@@ -262,7 +257,7 @@ ADVICE: tuple[tuple[str, ...], ...] = (
 
 
 MAX_PER_CAUSE = 3
-# of a longer log the middle is left out
+# the middle of a longer log is skipped
 HEAD_BYTES = 1 << 20
 TAIL_BYTES = 4 << 20
 LINE_CHARS = 400
@@ -275,11 +270,11 @@ COMPILED = [
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A source's report of a run's end, in its own words.
+    """One source's report of a run's end, in its own words.
 
     `time_ns` is None if the source has no clock. `may_follow` marks a possible consequence of
-    something else: a rank that waits for a dead one stalls, and a launcher kills the ranks that are
-    left. `is_consequence` marks a consequence of the known cause.
+    another failure: a rank that waits for a dead one stalls, and a launcher kills the remaining
+    ranks. `is_consequence` marks a consequence of the known cause.
     """
 
     cause: FailureCause
@@ -332,14 +327,14 @@ def scan_line(line: str, source: str) -> Finding | None:
 
 
 def classify_text(text: str) -> FailureCause | None:
-    """Return the cause that an exception's text shows, or None if it shows none in particular."""
+    """Return the specific cause that an exception's text shows, or None."""
     finding = scan_line(text, "")
     is_vague = finding is None or finding.may_follow or finding.cause is FailureCause.EXCEPTION
     return None if finding is None or is_vague else finding.cause
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a log, of a long one the first and the last; none if it cannot be read."""
+    """Yield the lines of a log, without the middle of a long one; none if it is unreadable."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         size = path.stat().st_size
         is_long = size > HEAD_BYTES + TAIL_BYTES

@@ -1,7 +1,4 @@
-"""Gather the evidence of a run's end, and what each piece of it shows.
-
-The evidence comes from the run's folder, logs and trace, and from SLURM's records.
-"""
+"""Gather the evidence of a run's end from its folder, logs and trace, and from SLURM's records."""
 
 from __future__ import annotations
 
@@ -48,18 +45,17 @@ LAUNCH_REASONS = ("JobLaunchFailure", "launch failed requeued held", "launch_fai
 PROLOG = "Prolog"
 OUTPUT, EXEC = "#SBATCH --output=", "exec "
 SCRIPT_LINE = re.compile(f"^({OUTPUT}|{EXEC})(.*)$", re.MULTILINE)
-BATCH_LOGS = ("*_log.out", "*.OU")  # the second is what PBS names its file in a folder
-# Signals by which a launcher, a scheduler or a user ends ranks; a process causes the others itself.
+BATCH_LOGS = ("*_log.out", "*.OU")  # the second is PBS's
+# signals by which a launcher, a scheduler or a user ends ranks; the process itself causes others
 BY_OTHERS = (9, 15)
 
 
 class Evidence(RankEvidence):
-    """All that is known of a run; each part is empty or None if it is missing.
+    """The evidence of the launcher and all other sources; missing parts are empty or None.
 
-    Beside what the launcher itself judged by, it has what other sources tell. SLURM's commands have
-    a time limit. `trace_steps` is the number of complete steps in the trace; it is read only
-    `with_trace`, in a separate process. `resume_step` is the step at which the newest checkpoint
-    resumes. `errors` are the errors of the queries that failed.
+    SLURM's commands have a time limit. `trace_steps` is the number of complete steps in the trace;
+    it is read only `with_trace`, in a separate process. `resume_step` is the step at which the
+    newest checkpoint resumes. `errors` are the errors of failed queries.
     """
 
     def __init__(self, folder: RunFolder, *, with_trace: bool = True) -> None:
@@ -67,9 +63,7 @@ class Evidence(RankEvidence):
         (self.run,) = seen.runs
         self.status = self.run.status
         job_id = self.run.job_id
-        self.is_batch = (
-            job_id is not None
-        )  # a job of SLURM's, so that its nodes are not this machine
+        self.is_batch = job_id is not None  # its nodes are not this machine
         self.job: Job | None = None
         errors: tuple[str, ...] = ()
         if job_id is not None:
@@ -92,14 +86,14 @@ class Evidence(RankEvidence):
         code = self.status.get("exit_code")
         number = self.status.get("signal")
         if number and code is not None and 0 < code <= SIGNAL_BASE and "node" not in self.status:
-            code = -number  # of the launcher itself
+            code = -number  # the launcher itself was killed
         ended = Ended(code if code is not None and code and code <= SIGNAL_BASE else 1, tuple(tail))
         super().__init__(folder, output, ended)
         self.trace_steps = trace_steps(folder) if with_trace else None
         self.resume_step = newest_checkpoint(folder)
 
     def findings(self) -> list[Finding]:
-        """Return what each source shows of the end of a run that has ended."""
+        """Return the findings of all sources about a run that has ended."""
         sources = (
             _from_records,
             _from_script,
@@ -117,7 +111,7 @@ class Evidence(RankEvidence):
                 findings.append(replace(finding, cause=FailureCause.KILLED, may_follow=True))
             elif finding.cause is not FailureCause.EXCEPTION:
                 findings.append(finding)
-            elif not has_record:  # else it is the traceback of a record
+            elif not has_record:  # otherwise it is the traceback of a record
                 findings.append(replace(finding, may_follow=True))
         if not self.is_killed:
             return findings
@@ -139,7 +133,7 @@ class Evidence(RankEvidence):
 
 
 def log_paths(folder: RunFolder) -> list[Path]:
-    """Return the log of the ranks and the newest of the batch system's own, those that exist."""
+    """Return the log of the ranks and the newest one of the batch system, if they exist."""
     logs = (path for pattern in BATCH_LOGS for path in folder.logs.glob(pattern))
     batch = sorted((path.stat().st_mtime_ns, path) for path in logs if path.is_file())
     return [
@@ -201,7 +195,7 @@ def _from_job(evidence: Evidence) -> Iterator[Finding]:
         cause = JOB_STATES.get(state)
         is_memory = cause is FailureCause.HOST_MEMORY
         if cause is None or (state != job.state and not is_memory):
-            continue  # steps are cancelled with their job, whatever has ended it
+            continue  # steps are cancelled with their job, for any reason
         waited_s = NODE_WAIT_S if cause is FailureCause.NODE else KILL_WAIT_S
         time_ns = None if end_ns is None or is_memory else end_ns - int(waited_s * SECOND_NS)
         yield Finding(cause, job.source, job.describe(), time_ns)
@@ -211,7 +205,7 @@ def _from_job(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _from_script(evidence: Evidence) -> Iterator[Finding]:
-    """Yield what is missing of the paths in a job's script, if the job never reached its ranks."""
+    """Yield the missing paths of a job's script, if the job never started its ranks."""
     job = evidence.job
     folder = evidence.folder
     if (
@@ -263,7 +257,7 @@ def _from_orders(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _from_failure(evidence: Evidence) -> Iterator[Finding]:
-    """Yield what the launcher's output and the heartbeats show of the first rank that ended."""
+    """Yield the failure of the first rank that ended, by the launcher's output and heartbeats."""
     failure = evidence.failure
     if failure.rank is None and failure.node is None:
         return
@@ -308,7 +302,7 @@ def _from_silence(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _from_status(evidence: Evidence) -> Iterator[Finding]:
-    """Yield what the launching process recorded; other sources know more of a failed rank."""
+    """Yield the record of the launching process; other sources know more about a failed rank."""
     run = evidence.run
     status = evidence.status
     words = run.cause

@@ -18,7 +18,7 @@ from jobs.schedulers.slurm_client.jobs import parse_cancellation
 RANK_CODES = tuple(
     error.exit_code for error in (ConfigError, DoesNotFitError, RankFailedError, StalledError)
 )
-OUR_LINE = "gems: the launcher ends the ranks"  # which it adds to their log before it does
+OUR_LINE = "gems: the launcher ends the ranks"  # added to their log before that
 OUT_OF_MEMORY = "Out Of Memory"
 KILLING_SIGNALS = (
     signal.SIGKILL,
@@ -45,7 +45,7 @@ DEATHS = (
         r"process rank (?P<rank>\d+) with PID (?:0|(?P<pid>\d+)) on node (?P<node>\S+) exited on"
         r"(?: signal (?P<signal>\d+))?"
     ),
-    # the kernel's record: of a cgroup's limit, or of the whole node
+    # the kernel's messages for a cgroup's limit and for the whole node
     re.compile(r"(?:Memory cgroup o|O)ut of memory: Kill(?:ed)? process (?P<pid>\d+)"),
     re.compile(r"\boom-kill:.*\bpid=(?P<pid>\d+)"),
     re.compile(
@@ -80,10 +80,7 @@ class Death:
 
     @property
     def is_kill(self) -> bool:
-        """Whether a signal ended the rank, or the kernel for its memory.
-
-        SIGTERM only asks a rank to end.
-        """
+        """Whether a signal other than SIGTERM, or the kernel for its memory, ended the rank."""
         return self.signal not in (None, signal.SIGTERM) or self.reason == OUT_OF_MEMORY
 
 
@@ -96,17 +93,15 @@ class LauncherOutput:
         self._open_mpi_rank: int | None = None
         self._is_cleanup = False
         self.cancel_reason: str | None = None
-        self.memory_event: str | None = (
-            None  # slurmstepd's message that the kernel killed for memory
-        )
+        self.memory_event: str | None = None  # slurmstepd's message about the kernel's kill
 
     @property
     def deaths(self) -> list[Death]:
-        """The deaths of ranks that the launcher reports in full, with how they ended."""
+        """The deaths of ranks for which the launcher reports a signal, exit code or reason."""
         return [
-            each
-            for each in self._deaths
-            if each.signal is not None or each.exit_code or each.reason is not None
+            death
+            for death in self._deaths
+            if death.signal is not None or death.exit_code or death.reason is not None
         ]
 
     def death(self, rank: int) -> Death:
@@ -119,9 +114,8 @@ class LauncherOutput:
         """Parse one line of output."""
         line = line.strip()
         if (cancellation := parse_cancellation(line)) is not None:
-            self._is_cleanup |= cancellation.is_job or bool(
-                cancellation.reason
-            )  # else a rank has failed
+            # a cancelled step without a reason means that a rank has failed
+            self._is_cleanup |= cancellation.is_job or bool(cancellation.reason)
             if cancellation.reason and not cancellation.is_job:
                 self.cancel_reason = cancellation.reason.lower()
         elif line.startswith(OUR_LINE):
@@ -139,8 +133,8 @@ class LauncherOutput:
                 *(Death(rank, None, match["node"], killed_by, exit_code, reason) for rank in ranks)
             )
         elif match := HYDRA_TABLE.search(line):
-            # Wait statuses in rank order. Hydra kills the others, so a rank that ended by exit()
-            # did so before.
+            # wait statuses in rank order; a rank that ended by exit() did so before Hydra killed
+            # the others
             self._statuses = [
                 int(word) for word in re.findall(r"\d+", re.sub(r"\[[^\]]*\]", " ", match["table"]))
             ]
@@ -166,10 +160,10 @@ class LauncherOutput:
     def _add(self, *deaths: Death) -> None:
         """Add the deaths of one line.
 
-        Those after a rank's MPI_Abort, or its exit with a code of ours, are cleanup.
+        Deaths after a rank's MPI_Abort, or its exit with one of the toolkit's codes, are cleanup.
         """
         for death in map(_as_signal, deaths):
-            # nobody sends the other signals, and the kernel alone kills for memory
+            # launchers send no other signals, and only the kernel kills for memory
             is_sent = (
                 death.signal in (None, signal.SIGKILL, signal.SIGTERM)
                 and death.reason != OUT_OF_MEMORY
@@ -188,7 +182,7 @@ def _as_signal(death: Death) -> Death:
 
 
 def _fields(patterns: tuple[re.Pattern[str], ...], line: str) -> dict[str, Any]:
-    """Return the groups of the first pattern that matches, numbers as such; empty if none does."""
+    """Return the groups of the first pattern that matches, with numbers as int, or {}."""
     match = next((match for pattern in patterns if (match := pattern.search(line))), None)
     groups = match.groupdict() if match is not None else {}
     return {

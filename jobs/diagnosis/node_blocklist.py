@@ -1,7 +1,6 @@
-"""Keep the node blocklist: nodes that are to blame for failures of runs.
+"""The node blocklist: nodes that are to blame for failures of runs, in `runs_dir/bad_nodes.json`.
 
-It is in `runs_dir/bad_nodes.json`. One failure may be a coincidence: a node is blocked after
-MIN_FAILURES of them.
+One failure may be a coincidence: a node is blocked after MIN_FAILURES.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ MAX_RUNS = 20
 
 @dataclass(frozen=True, slots=True)
 class BlockedNode:
-    """A node of a cluster and the last failure that it is to blame for.
-
-    `runs` are the attempts that failed there.
-    """
+    """A node of a cluster with the last failure that it is to blame for; `runs` lists attempts."""
 
     cluster: str
     node: str
@@ -52,37 +48,31 @@ class BlockedNode:
 
 @dataclass(frozen=True, slots=True)
 class NodeBlocklist:
-    """The blocked nodes of a folder of runs.
-
-    An entry ends 14 days after its last failure, since nodes are repaired.
-    """
+    """The blocked nodes of a folder of runs; an entry expires 14 days after its last failure."""
 
     runs_dir: Path
 
     @property
     def path(self) -> Path:
-        """The file; there is none before the first node."""
+        """The file, which exists after the first failure."""
         return self.runs_dir / FILE
 
     def entries(self, cluster: str | None = None) -> tuple[BlockedNode, ...]:
-        """Return the valid entries, blocked or not, of one cluster if given.
-
-        Others' nodes may have the same names.
-        """
+        """Return the valid entries, blocked or not, of one cluster or of all."""
         rows = map(_parse, read_or_empty(self.path).get("nodes", ()))
         return tuple(
             entry for entry in rows if entry is not None and cluster in (None, entry.cluster)
         )
 
     def blocked(self, cluster: str) -> tuple[BlockedNode, ...]:
-        """Return the entries of the nodes of a cluster that are blocked."""
+        """Return the entries of blocked nodes of a cluster."""
         return tuple(entry for entry in self.entries(cluster) if entry.is_blocked)
 
     def add(self, cluster: str, node: str, reason: str, run: str, utc: str) -> BlockedNode | None:
         """Record a failure of a node and return its entry; a known failure is not counted again.
 
-        A name that is no host name is ignored: it would be handed to SLURM. Raises OSError if the
-        folder is closed.
+        Ignore an invalid host name, because it would be passed to SLURM. Raise OSError if the
+        folder is not writable.
         """
         if NODE_NAME.fullmatch(node) is None:
             return None
@@ -94,14 +84,11 @@ class NodeBlocklist:
             return same
         runs = (*(same.runs if same is not None else ()), run)[-MAX_RUNS:]
         entry = BlockedNode(cluster, node, reason, run, utc, runs)
-        self._write([*(each for each in known if each is not same), entry])
+        self._write([*(other for other in known if other is not same), entry])
         return entry
 
     def remove(self, node: str) -> tuple[BlockedNode, ...]:
-        """Remove a node, of whatever cluster, and return its entries.
-
-        Raise OSError if the folder is closed.
-        """
+        """Remove a node of any cluster and return its entries; raise OSError if not writable."""
         known = self.entries()
         removed = tuple(entry for entry in known if entry.node == node)
         if removed:
@@ -109,7 +96,7 @@ class NodeBlocklist:
         return removed
 
     def note(self, cluster: str) -> str | None:
-        """Describe the blocked nodes of a cluster in one line; None if there are none."""
+        """Describe the blocked nodes of a cluster in one line, or return None without any."""
         names = [entry.node for entry in self.blocked(cluster)]
         if not names:
             return None
@@ -123,7 +110,7 @@ class NodeBlocklist:
 
 
 def _parse(row: Mapping[str, Any]) -> BlockedNode | None:
-    """Return the entry of a row of the file; None if it is too old, or names no node."""
+    """Return the entry of a row of the file, or None if it has expired or names no node."""
     entry = BlockedNode(**{**row, "runs": tuple(row["runs"])})
     is_old = datetime.now(UTC) - datetime.fromisoformat(entry.utc) >= LIFE
     return None if is_old or NODE_NAME.fullmatch(entry.node) is None else entry

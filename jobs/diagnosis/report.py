@@ -1,4 +1,4 @@
-"""Diagnose a run: cause, first failing rank, where and when, what it leaves, what to change."""
+"""Diagnose a run: cause, first failing rank with its position, what is left, and advice."""
 
 from __future__ import annotations
 
@@ -45,13 +45,16 @@ OFFLOADED = "machine.host_bytes: the host memory that offloaded activations of a
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What has become of a run; None for what is not known.
+    """The fate of a run; unknown fields are None.
 
-    `text` is the line of the source that names the cause, `stages` those of the rank in its
-    pipeline, `trace_steps` the complete steps in the trace, `resume_step` the step at which the
-    newest checkpoint resumes, `blamed_node` the node to leave out. `consequences` are the ranks
-    that failed because of the cause. `memory` is what a rank out of memory told of its allocator,
-    its own count and its predicted peak.
+    Attributes:
+        text: The line of the source that names the cause.
+        stages: The stages of the rank in its pipeline.
+        memory: The allocator's state, own count and predicted peak of a rank out of memory.
+        consequences: The ranks that failed because of the cause.
+        trace_steps: The complete steps in the trace.
+        resume_step: The step at which the newest checkpoint resumes.
+        blamed_node: The node to exclude.
     """
 
     folder: RunFolder
@@ -79,7 +82,7 @@ class Diagnosis:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the run ended otherwise than it should have."""
+        """Whether the run ended in failure."""
         return self.cause.is_failure
 
     def to_dict(self) -> dict[str, Any]:
@@ -89,11 +92,11 @@ class Diagnosis:
             "run": self.folder.path.name,
             "run_folder": str(self.folder.path),
             **{
-                each.name: getattr(self, each.name)
-                for each in fields(self)
-                if each.name != "folder"
+                item.name: getattr(self, item.name)
+                for item in fields(self)
+                if item.name != "folder"
             },
-            "evidence": [{name: getattr(each, name) for name in SHOWN} for each in self.evidence],
+            "evidence": [{name: getattr(item, name) for name in SHOWN} for item in self.evidence],
             "paragraph": self.paragraph(),
         }
 
@@ -165,30 +168,35 @@ def diagnose_run(folder: RunFolder, *, with_trace: bool = True) -> Diagnosis:
     decisive = judge(findings) or Finding(
         FailureCause.UNKNOWN, run.source, run.note or evidence.failure.describe()
     )
-    # Of those with the same cause, prefer one that has a clock and a rank: a log's lines are not in
-    # order of time.
-    same = [each for each in findings if each.cause is decisive.cause]
-    recorded = [each for each in same if each.source.startswith("FAILED") and not each.may_follow]
-    with_rank = next((each for each in same if each.rank is not None), None)
+    # among findings with the same cause, prefer one with a time and a rank: the lines of a log are
+    # not in order of time
+    same = [finding for finding in findings if finding.cause is decisive.cause]
+    recorded = [
+        finding
+        for finding in same
+        if finding.source.startswith("FAILED") and not finding.may_follow
+    ]
+    with_rank = next((finding for finding in same if finding.rank is not None), None)
     if decisive.time_ns is None and recorded:
-        decisive = min(recorded, key=lambda each: each.time_ns or 0)
+        decisive = min(recorded, key=lambda finding: finding.time_ns or 0)
     elif (
         decisive.rank is None
         and with_rank is not None
         and decisive.cause is not FailureCause.CANCELLED
     ):
         decisive = replace(decisive, rank=with_rank.rank, node=decisive.node or with_rank.node)
-    node = decisive.node or next((each.node for each in same if each.node is not None), None)
+    nodes = (finding.node for finding in same if finding.node is not None)
+    node = decisive.node or next(nodes, None)
     return _diagnosis(evidence, replace(decisive, node=node), findings)
 
 
 def judge(findings: Iterable[Finding]) -> Finding | None:
     """Return the finding that shows the cause, or None.
 
-    A consequence of the kill of a rank counts only if nothing else was found, and a possible one
-    goes last: a rank that the kernel killed for its memory also reads as killed by signal 9. Among
-    the rest the earliest goes first; of those without a time, faults go before findings that have
-    one, and the scheduler's orders after them.
+    A consequence of the kill of a rank counts only if there is no other finding, and a possible
+    consequence goes last: a rank that the kernel killed for its memory is also reported as killed
+    by signal 9. Among the rest the earliest goes first. Faults without a time go before findings
+    with one, and the scheduler's orders without a time go after them.
     """
     every = list(findings)
     candidates = [finding for finding in every if not finding.is_consequence] or every
@@ -215,7 +223,7 @@ def judge(findings: Iterable[Finding]) -> Finding | None:
 def record_diagnosis(diagnosis: Diagnosis) -> None:
     """Write the diagnosis of an ended run to its folder, and the node at fault to the blocklist.
 
-    If that cannot be written, it only prints a warning on stderr.
+    If they cannot be written, only print a warning.
     """
     folder = diagnosis.folder
     node = diagnosis.blamed_node
@@ -231,15 +239,14 @@ def record_diagnosis(diagnosis: Diagnosis) -> None:
     if node is None or spec is None:
         return
     nodes = NodeBlocklist(folder.path.parent)
-    times = [each.time_ns for each in diagnosis.evidence if each.time_ns is not None]
+    times = [finding.time_ns for finding in diagnosis.evidence if finding.time_ns is not None]
     utc = (
         datetime.fromtimestamp(min(times) / 1e9, UTC).isoformat(timespec="seconds")
         if times
         else now_utc()
     )
-    attempt = (  # one failure counts once, however often it is diagnosed
-        f"{folder.path.name} attempt {folder.attempt}"
-    )
+    # by attempt: a failure counts once, even if it is diagnosed several times
+    attempt = f"{folder.path.name} attempt {folder.attempt}"
     try:
         entry = nodes.add(
             spec.cluster.name, node, f"{diagnosis.cause}: {diagnosis.text}"[:200], attempt, utc
@@ -262,12 +269,10 @@ def _diagnosis(evidence: Evidence, finding: Finding, findings: list[Finding]) ->
     node = finding.node
     job = evidence.job
     if rank is None and cause in (FailureCause.HOST_MEMORY, FailureCause.KILLED):
-        # the one that died of it
         rank = evidence.failure.rank
         node = node or evidence.failure.node
-    record = next(
-        (each for each in evidence.records if rank is not None and each.get("rank") == rank), {}
-    )
+    records = (record for record in evidence.records if record.get("rank") == rank)
+    record = {} if rank is None else next(records, {})
     beat = evidence.beats.get(rank) if rank is not None else None
     step = record.get("step")
     action = record.get("action") or (beat.action if beat is not None else None)
@@ -303,31 +308,33 @@ def _diagnosis(evidence: Evidence, finding: Finding, findings: list[Finding]) ->
 
 
 def _waits_for(evidence: Evidence) -> str | None:
-    """Return the first record of who waited for whom."""
-    stalled = (each for each in evidence.records if each.get("exit_code") == StalledError.exit_code)
+    """Return the first record of the ranks that waited for others."""
+    stalled = (
+        record for record in evidence.records if record.get("exit_code") == StalledError.exit_code
+    )
     records = (evidence.stall, *stalled)
-    return next(filter(None, (each.get("waits_for") for each in records)), None)
+    return next(filter(None, (record.get("waits_for") for record in records)), None)
 
 
 def _is_node_fault(finding: Finding, findings: Iterable[Finding]) -> bool:
-    """Return whether the node is at fault; a file error that several nodes met is that of none."""
+    """Return whether the node is at fault; file errors on several nodes are no node's fault."""
     if finding.cause in (FailureCause.NODE, FailureCause.DEVICE):
         return True
     if finding.cause is not FailureCause.FILE_SYSTEM or not NODE_FILE_ERRORS.search(finding.text):
         return False
-    return len({each.node for each in findings if each.cause is finding.cause} - {None}) == 1
+    return len({other.node for other in findings if other.cause is finding.cause} - {None}) == 1
 
 
 def _listed(evidence: Evidence, findings: list[Finding]) -> tuple[Finding, ...]:
-    """Return the findings to show, each once, with what the job and the stop requests tell."""
+    """Return the distinct findings to show, with the job's state and the stop requests."""
     if (job := evidence.job) is not None:
         findings.append(Finding(FailureCause.UNKNOWN, job.source, job.describe()))
     for name, document in (("stop.json", evidence.stop), ("stopped.json", evidence.stopped)):
         if document:
             words = " ".join(f"{key}={value}" for key, value in document.items())
             findings.append(Finding(FailureCause.STOPPED, name, words))
-    kept = {(each.source, each.text): each for each in reversed(findings)}
-    return tuple(reversed(kept.values()))[:MAX_EVIDENCE]
+    unique = {(finding.source, finding.text): finding for finding in reversed(findings)}
+    return tuple(reversed(unique.values()))[:MAX_EVIDENCE]
 
 
 def _memory(record: Mapping[str, Any]) -> str | None:
@@ -352,7 +359,7 @@ def _consequences(evidence: Evidence, rank: int | None) -> tuple[str, ...]:
 def _stages(
     evidence: Evidence, rank: int | None, record: Mapping[str, Any], action: str | None
 ) -> tuple[int, ...]:
-    """Return the stage that the rank was in, else all that it holds."""
+    """Return the stage of the rank's action, or else all its stages."""
     stage = record.get("stage")
     named = STAGE.match(action or "")
     if stage is None and named is not None:
@@ -370,7 +377,7 @@ def _stages(
 def advise(
     cause: FailureCause, words: str, node: str | None, evidence: Evidence
 ) -> tuple[str, ...]:
-    """Return what to change, most promising first; nothing for a run that has not failed."""
+    """Return the changes to make, most promising first; none for a run that has not failed."""
     run = evidence.folder.path.name
     step = evidence.resume_step
     spec = evidence.spec
@@ -404,11 +411,8 @@ def advise(
 
 
 def _device_memory(evidence: Evidence) -> str:
-    """Return the advice of the rank that ran out of memory, or else that for its configuration."""
-    advice = ((each.get("memory") or {}).get("advice") for each in evidence.records)
-    told: list[str] | None = next(filter(None, advice), None)
-    if told:
-        return "\n".join(told)
+    """Return the advice of the rank that ran out of memory, or else for the configuration."""
     spec = evidence.spec
     sections = (None, None) if spec is None else (spec.memory, spec.parallel)
-    return "\n".join(device_memory_remedies(*sections))
+    by_ranks = ((record.get("memory") or {}).get("advice") for record in evidence.records)
+    return "\n".join(next(filter(None, by_ranks), device_memory_remedies(*sections)))

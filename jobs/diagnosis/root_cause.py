@@ -1,7 +1,4 @@
-"""Find which rank ended a run, and why.
-
-The sources are the records that ranks left, the launcher's output, and the heartbeats.
-"""
+"""Find the rank that ended a run, and why, by ranks' records, launcher output and heartbeats."""
 
 from __future__ import annotations
 
@@ -35,15 +32,15 @@ LAUNCHER_LINE = re.compile(
     r"\[mpiexec@|srun: |slurmstepd: |=|YOUR APPLICATION|This typically|Please see the FAQ"
 )
 ERROR_LINE = re.compile(r"(?i)error\b|fatal|not found|no such file|cannot")
-BY_LAUNCHER = "launcher"  # in STALLED.json: found by it, from outside
+BY_LAUNCHER = "launcher"  # the value of `by` in STALLED.json if the launcher detected the stall
 MPI_KEY = "cluster.mpi="
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How a run failed: `what` happened, the `cause` if one is known, and its class.
+    """The failure of a run: `what` happened, the `cause` if known, and its class.
 
-    Step -1 is outside of training.
+    Step -1 is outside training.
     """
 
     exit_code: int
@@ -58,7 +55,7 @@ class Failure:
     cause_class: FailureCause = FailureCause.EXCEPTION
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields that are known; there is always a cause."""
+        """Return the known fields, always with a cause."""
         fields = {
             name: value
             for name, value in asdict(self).items()
@@ -77,7 +74,7 @@ class Failure:
 
 
 def describe_position(step: int | None, action: str | None) -> str:
-    """Describe where in a run a rank was, after a space; empty if its step is not known."""
+    """Describe the position of a rank in a run, after a space, or "" if its step is unknown."""
     if step is None:
         return ""
     if step >= 0:
@@ -90,10 +87,9 @@ def describe_position(step: int | None, action: str | None) -> str:
 
 
 class RankEvidence:
-    """What the ranks of a run and their launcher left, by which every diagnosis begins.
+    """The evidence that the ranks of a run and their launcher left.
 
-    `output` and `ended` are the launcher's: as they came while it ran, or read again from its log
-    and its record.
+    `output` and `ended` are the launcher's, from the live run or read from its log and record.
     """
 
     def __init__(self, folder: RunFolder, output: LauncherOutput, ended: Ended) -> None:
@@ -106,21 +102,19 @@ class RankEvidence:
 
     @property
     def has_trained(self) -> bool:
-        """Whether a rank has begun a step.
-
-        If so, the launcher, MPI and the configuration were right.
-        """
+        """Whether a rank has begun a step, so launcher, MPI and configuration worked."""
         return any(beat.step >= 0 for beat in self.beats.values())
 
     @functools.cached_property
     def failure(self) -> Failure:
         """The failure of the rank that ended the run.
 
-        In this order: a stall of all ranks that the launcher found; a death that an exit watcher
-        saw before any rank recorded a failure of its own; what a rank recorded, unless it only
-        shows that another rank was gone; the first death that the launcher reported before it ended
-        the ranks itself, with the heartbeat's step and action; a stall, with the rank that the
-        others waited for; what the first rank recorded that lost another; the last lines of output.
+        The first of these that exists: a stall of all ranks that the launcher detected; a death
+        that an exit watcher saw before any rank recorded a failure of its own; a rank's record,
+        unless it only shows that another rank had gone; the first death that the launcher reported
+        before it ended the ranks itself, with step and action of the heartbeat; a stall, with the
+        rank that the others waited for; the record of the first rank that lost another; the last
+        lines of output.
         """
         ended = self.ended
         if ended.stopped_by is not None:
@@ -171,9 +165,8 @@ class RankEvidence:
     def _silent_rank(self) -> int | None:
         """Return the rank that a stalled run waited for, or None if heartbeats do not show it.
 
-        A rank that could not even record its own end goes first: it was stopped, or its node has
-        gone. Else it is a rank in the middle of a compute action; of several, the one that has been
-        silent for longest.
+        A rank without a record of its own end goes first: it was stopped, or its node has gone.
+        Otherwise it is the rank in a compute action that has been silent longest.
         """
         alive = {rank: beat for rank, beat in self.beats.items() if beat.action != FINISHED}
         recorded = {record.get("rank") for record in self.records}
@@ -184,10 +177,7 @@ class RankEvidence:
         return min(computing or suspects, key=lambda rank: alive[rank].time_ns, default=None)
 
     def _from_stall(self) -> Failure:
-        """Describe a stall: which rank was silent, and which waited.
-
-        The finder of the stall names the silent rank, or else the heartbeats show it.
-        """
+        """Describe a stall: the silent rank, by STALLED.json or heartbeats, and the waiting rank."""
         stall = self.stall
         first = next(
             (
@@ -198,7 +188,7 @@ class RankEvidence:
             {},
         )
         report = stall or first
-        # the ranks that held all others up, the likeliest first, if the finder knew them
+        # the ranks that held up all others, the likeliest first, if they are recorded
         root: dict[str, Any] = next(iter(stall.get("roots", ())), {})
         rank = root["rank"] if root else self._silent_rank()
         if rank is None:
@@ -230,7 +220,7 @@ class RankEvidence:
         what = "ended"
         cause = death.reason or (self._error_line() if death.exit_code else None)
         cause_class = classify_text(cause or "") or FailureCause.EXCEPTION
-        if death.is_kill and death.reason is not None:  # the kernel's, for memory
+        if death.is_kill and death.reason is not None:  # killed by the kernel for memory
             cause_class = FailureCause.HOST_MEMORY
         if death.signal is not None:
             what = _killed_by(death.signal)
@@ -261,7 +251,7 @@ class RankEvidence:
         return lines[-1] if lines else None
 
     def _with_rank(self, death: Death) -> Death:
-        """Find the rank of a death that is known by its process, through the heartbeats."""
+        """Add the rank of a death that is known only by its process, through the heartbeats."""
         if death.rank is not None or death.pid is None:
             return death
         beats = self.beats
@@ -281,10 +271,10 @@ def _from_signal(name: str, reason: str | None) -> Failure:
 
 
 def _first_cause(deaths: Sequence[Death], memory_event: str | None) -> Death | None:
-    """Return the first death that a launcher did not bring about; None if there is none.
+    """Return the first death that a launcher did not cause, or None.
 
-    The kill of a rank goes before the errors that others met as its consequence, and may be
-    reported after them. Of the SIGKILLs that hydra lists by process it has sent most itself.
+    The kill of a rank goes before the errors that it caused in others, even if it is reported after
+    them. Hydra itself sent most of the SIGKILLs that it lists by process.
     """
 
     def order(death: Death) -> int:
@@ -307,7 +297,7 @@ def _first_cause(deaths: Sequence[Death], memory_event: str | None) -> Death | N
 
 
 def classify_record(record: Mapping[str, Any]) -> FailureCause:
-    """Return the cause of what a failing rank recorded, or the launcher in status.json."""
+    """Return the cause in the record of a failing rank, or in status.json."""
     code = record.get("exit_code")
     text = str(record.get("cause", ""))
     recorded = record.get("cause_class")
@@ -326,10 +316,7 @@ def classify_record(record: Mapping[str, Any]) -> FailureCause:
 def first_exit(
     folder: RunFolder, beats: Mapping[int, Beat] | None = None
 ) -> tuple[int, int] | None:
-    """Return when the first unfinished process ended, in ns, and its rank.
-
-    Return None if none has.
-    """
+    """Return the time in ns and the rank of the first process that ended unfinished, or None."""
     notes = read_notes(folder.path).items()
     beats = read_beats(folder.path) if notes and beats is None else beats or {}
     return min(
@@ -339,7 +326,7 @@ def first_exit(
 
 
 def has_failed_rank(folder: RunFolder) -> bool:
-    """Return whether a rank left a record or ended without having finished."""
+    """Return whether a rank left a record or ended unfinished."""
     return bool(read_records(folder)) or first_exit(folder) is not None
 
 
@@ -350,7 +337,7 @@ def read_records(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def is_consequence(record: Mapping[str, Any]) -> bool:
-    """Return whether a rank failed because another one had: it stalled, or its messages failed."""
+    """Return whether a rank failed because of another one: it stalled, or its messages failed."""
     cause = f"{record.get('kind')}: {record.get('cause')}"
     return (
         record.get("exit_code") == StalledError.exit_code or CONSEQUENCE.search(cause) is not None

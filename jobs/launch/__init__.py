@@ -1,1 +1,1 @@
-"""The launch of a prepared run, here or in a job: start the ranks, watch, collect."""
+"""Launch a prepared run, here or in a job: start the ranks, watch them, collect the traces."""

@@ -1,4 +1,4 @@
-"""What runs in a batch script, on the first node of the allocation."""
+"""The program of a batch script, on the first node of the allocation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class BatchJob:
         """Run the job; skip runs that had finished before SLURM restarted the job.
 
         Raises:
-            SystemExit: with the worst of the runs' exit codes unless it is 0. submitit stores other
+            SystemExit: With the worst exit code of the runs, unless it is 0. submitit stores other
                 exceptions in a pickle and exits with 1; this one passes through, so SLURM sees the
                 code and the job is FAILED.
         """
@@ -61,9 +61,8 @@ class BatchJob:
             if status.get("state") == "finished" and status.get("job_id") == own_job_id():
                 report(f"run {folder.path.name} has finished: nothing is left to do")
                 continue
-            with (
-                StopRequest() as request
-            ):  # from here on: submitit's own handler of SIGUSR2 would end the job
+            # submitit's own handler of SIGUSR2 would end the job
+            with StopRequest() as request:
                 code = run_prepared(folder, request, self.token)
             worst = max(worst, code)
             if code > SIGNAL_BASE or folder.read_status().get("state") in STOPPED:
@@ -77,9 +76,8 @@ def run_prepared(folder: RunFolder, request: StopRequest, token: str) -> int:
 
     Do nothing if the folder has a later owner.
     """
-    other = (
-        _other_owner(folder, token) if num_restarts() else None
-    )  # a job that is new may not be recorded yet
+    # a new job may not be recorded yet
+    other = _other_owner(folder, token) if num_restarts() else None
     if other is None:
         wait_for_submission(folder)
         record = JobRecord.read(folder)
@@ -116,9 +114,7 @@ def run_prepared(folder: RunFolder, request: StopRequest, token: str) -> int:
             )
         return code
     finally:
-        with contextlib.suppress(
-            GemsError, OSError
-        ):  # what is wrong with the folder has been reported
+        with contextlib.suppress(GemsError, OSError):  # a fault of the folder has been reported
             hand_over(folder)
         notify(folder)
 
@@ -159,9 +155,8 @@ def _other_owner(folder: RunFolder, token: str) -> Owner | None:
     if owner is None or owner.is_mine or (own is not None and owner.job_id == own):
         return None
     chain = read_chain(folder)
-    if (
-        own in chain and owner.job_id in chain[: chain.index(own)]
-    ):  # which has ended: this one starts after it
+    # an earlier job of the chain has ended before this one started
+    if own in chain and owner.job_id in chain[: chain.index(own)]:
         return None
     return owner if not token or owner.token != token else None
 
@@ -169,8 +164,7 @@ def _other_owner(folder: RunFolder, token: str) -> Owner | None:
 def claim(folder: RunFolder, token: str) -> Owner | None:
     """Make this job's process the owner, or return the owner that was faster.
 
-    A restarted job that had released the folder takes it like anybody else: another owner may have
-    it by now.
+    A restarted job that had released the folder must take it again; it may have another owner.
     """
     owner = read_owner(folder)
     if (other := _other_owner(folder, token)) is not None:

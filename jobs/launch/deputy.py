@@ -1,10 +1,10 @@
-"""The deputy of a batch script.
+"""The deputy of a batch script, on another node of its job.
 
-`python -m jobs.launch.deputy RUN_FOLDER BATCH_NODE`, on another node of its job.
-SLURM lets a job that outlives its nodes run on without its batch script if that one's node fails,
-until its time is over. The deputy asks for the job's nodes now and then, and before SLURM ends it.
-Once the batch script's is not among them any more, it submits the run as a new job, which starts
-after this one, and cancels this one.
+`python -m jobs.launch.deputy RUN_FOLDER BATCH_NODE` starts it. If the node of the batch script
+fails, SLURM keeps a job that outlives its nodes until its time limit, without the batch script. The
+deputy queries the job's nodes now and then, and before SLURM ends it. If the node of the batch
+script has gone, the deputy submits the run as a new job that starts after this one, and cancels
+this one.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ def main(argv: list[str]) -> int:
     folder = RunFolder(Path(argv[0]))
     batch_node = argv[1]
     is_ending = threading.Event()
-    with (folder.logs / LOG).open(
-        "ab"
-    ) as log:  # what srun forwards is lost with the batch script's node
+    # output through srun would be lost with the batch script's node
+    with (folder.logs / LOG).open("ab") as log:
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
     signal.signal(signal.SIGTERM, lambda number, frame: is_ending.set())

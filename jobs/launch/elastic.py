@@ -39,10 +39,7 @@ from jobs.status.job_record import JobRecord
 
 
 class Selection(NamedTuple):
-    """The job with the good `nodes` that its ranks run on.
-
-    It also has how the check ended if the job was stopped then.
-    """
+    """The job, the good `nodes` for its ranks, and the end of the check if it was `stopped`."""
 
     job: JobSpec
     nodes: tuple[str, ...] = ()
@@ -59,8 +56,8 @@ def select_nodes(
     node is checked.
 
     Raises:
-        NodeFailedError: fewer good nodes are left than the ranks need; it names a bad one and its
-            fault.
+        NodeFailedError: Fewer good nodes are left than the ranks need; the error names the bad ones
+            and their faults.
     """
     cluster = job.cluster
     if job.launcher != "srun" or not (cluster.outlives_nodes or cluster.checks_nodes):
@@ -77,10 +74,11 @@ def select_nodes(
         note_bad_node(folder, job, node, fault)
     good = tuple(node for node in nodes if node not in faults)
     if nodes and len(good) < job.nodes:
-        raise NodeFailedError(_shortage(job, len(good), faults), good, faults)
+        bad = ", ".join(f"node {node} is bad: {fault}" for node, fault in faults.items())
+        left = f"good nodes left: {len(good)}, and the ranks need {job.nodes}"
+        raise NodeFailedError(f"{bad or 'nodes were lost'}; {left}", good, faults)
     if faults:
-        what = "; ".join(f"node {node} is left out: {fault}" for node, fault in faults.items())
-        report(what)
+        report("; ".join(f"node {node} is left out: {fault}" for node, fault in faults.items()))
     return Selection(replace(job, nodelist=good[: job.nodes]), good)
 
 
@@ -110,15 +108,8 @@ def note_bad_node(folder: RunFolder, job: JobSpec, node: str, fault: str) -> Non
         report(f"node {node} is not noted ({error.strerror})")
 
 
-def _shortage(job: JobSpec, num_good: int, faults: Mapping[str, str]) -> str:
-    named = ", ".join(f"node {node} is bad: {fault}" for node, fault in faults.items())
-    return (
-        f"{named or 'nodes were lost'}; good nodes left: {num_good}, and the ranks need {job.nodes}"
-    )
-
-
 CODES = (RankFailedError.exit_code, StalledError.exit_code)
-# Failures that the run itself explains, whatever happened to a node.
+# failures of the run itself, even if a node has failed too
 OF_THE_RUN = (
     FailureCause.CONFIGURATION,
     FailureCause.DOES_NOT_FIT,
@@ -133,11 +124,11 @@ GONE = "SLURM has taken it from the job"
 
 
 class Recovery:
-    """The recovery of a run whose job has lost nodes, if its configuration allows one.
+    """The recovery of a run whose job has lost nodes, if the configuration allows it.
 
-    cluster.elastic or cluster.spare_nodes allows it. After a failure, `again` says whether to
-    launch the run once more in this job, and `has_moved` whether another start of a job continues
-    it. `left_out` maps each node that the run may no longer use to its fault.
+    cluster.elastic or cluster.spare_nodes allows it. After a failure, `again` tells whether to
+    launch the run again in this job, and `has_moved` whether a new job or a restart continues it.
+    `left_out` maps each node that the run may no longer use to its fault.
     """
 
     def __init__(self, folder: RunFolder, work: Work) -> None:
@@ -270,7 +261,7 @@ class Recovery:
         counts as a requeue.
 
         Raises:
-            GemsError: the run has restarted as often as allowed, sbatch refuses the job, or the
+            GemsError: The run has restarted as often as allowed, sbatch refuses the job, or the
                 folder has another owner.
         """
         own = self._folder.read_own_spec()

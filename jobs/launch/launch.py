@@ -1,7 +1,4 @@
-"""Launch a prepared run, in the same way here and in a SLURM job.
-
-The steps are: start the ranks, watch them, find the failure, collect the traces.
-"""
+"""Launch a prepared run, here or in a job: start and watch the ranks, collect the traces."""
 
 from __future__ import annotations
 
@@ -43,8 +40,8 @@ from jobs.launch.rank_watch import RankWatch, is_gone
 from jobs.probes.mpi import MpiProbe
 from jobs.status.job_record import CHAIN_JSON, REQUEUES_JSON, SLURM, JobRecord, read_or_empty
 
-# The batch script's own rank. srun gives each task one; ranks of another launcher would all take
-# these for theirs.
+# The rank of the batch script itself. srun sets it for each task; ranks of another launcher would
+# all inherit it.
 BATCH_SCRIPT_VARIABLES = ("SLURM_LOCALID", "SLURM_PROCID", "SLURM_NODEID")
 JOB_FILES = (
     "provenance.json",
@@ -59,9 +56,9 @@ SWEEP = "gems.launch.mpich_cleanup"
 SWEEP_LIMIT_S = 120.0
 COPY_LIMIT_S = 600.0  # a container's image has some GB
 REMOVE_LIMIT_S = 10.0
-# SLURM has signalled the ranks itself, and leaves this process its KillWait to record the end
+# SLURM has signalled the ranks itself, and this process has KillWait to record the end
 BATCH_GRACE_S = 2.0
-# Where the closing table goes.
+# destinations of the closing table
 STDOUT = "stdout"
 STDERR = "stderr"
 LOGS = "logs"
@@ -69,9 +66,9 @@ JSON = "json"
 
 
 class StopRequest:
-    """A context that notes SIGUSR2 and passes it on to the ranks through stop.json.
+    """A context that passes SIGUSR2 on to the ranks through stop.json.
 
-    Outside of the main thread it notes nothing, as Python allows no handlers there.
+    Outside the main thread it does nothing, because Python allows no handlers there.
     """
 
     def __init__(self) -> None:
@@ -118,14 +115,14 @@ def launch(
 
     A failed run is reported in one line and recorded in status.json, and as much of its traces as
     possible is collected. With `echo`, the ranks' output goes to stderr as well as to
-    logs/ranks.log. `summary` is where the closing table goes; in LOGS, no pictures of a simulated
-    run are made. `request` notes SIGUSR2, which makes the ranks save and stop. `recovery`, of a
-    batch job, lets the run continue in a new job or without nodes that are lost. This process, or
-    its job, owns the folder until the end.
+    logs/ranks.log. `summary` is the destination of the closing table; with LOGS, a simulated run is
+    not drawn. `request` receives SIGUSR2, which makes the ranks save and stop. The `recovery` of a
+    batch job continues the run in a new job or without lost nodes. This process, or its job, owns
+    the folder until the end.
 
     Raises:
-        ConfigError: the launcher is missing, or the folder has another owner.
-        KeyboardInterrupt: the user interrupted the run; it is raised after the ranks have ended.
+        ConfigError: The launcher is missing, or the folder has another owner.
+        KeyboardInterrupt: The user interrupted the run; it is raised after the ranks have ended.
     """
     job = job_spec(spec)
     environment = _environment(job, spec.machine.threads_per_rank, echo)
@@ -133,7 +130,7 @@ def launch(
     limit_s = spec.train.hang_timeout_s
     launched = _Launch(folder, job, probe, limit_s, summary, recovery, environment)
     with contextlib.ExitStack() as stack:
-        if recovery is None:  # a batch job tells it once the next one of its chain is known
+        if recovery is None:  # a batch job notifies once the next job of its chain is known
             stack.callback(notify, folder)
         stack.callback(_give_back, folder)
         return launched.run(stack, request, echo)
@@ -312,20 +309,19 @@ def _give_back(folder: RunFolder) -> None:
 
 
 def _check_run_yaml(folder: RunFolder) -> None:
-    wrong = check_run_yaml(folder.run_yaml, read_or_empty(folder.provenance_json))
-    if wrong is None and (layouts := folder.layouts()):
-        wrong = check_run_yaml(folder.layout.run_yaml, layouts[-1])
-    if wrong is not None:
+    fault = check_run_yaml(folder.run_yaml, read_or_empty(folder.provenance_json))
+    if fault is None and (layouts := folder.layouts()):
+        fault = check_run_yaml(folder.layout.run_yaml, layouts[-1])
+    if fault is not None:
         raise ConfigError(
-            "run folder", folder.path, wrong, "submit the run again, with the change as key=value"
+            "run folder", folder.path, fault, "submit the run again, with the change as key=value"
         )
 
 
 def _sweep(job: JobSpec, folder: RunFolder, environment: dict[str, str]) -> Ended | None:
-    """Remove what an earlier start left on a job's nodes.
+    """Remove the shared memory that an earlier start left on a job's nodes.
 
-    Return how the sweep ended if the job was stopped meanwhile. The sweep is not needed after a
-    node check, which does the same.
+    Return the end of the sweep if the job was stopped during it. A node check does the same.
     """
     is_first = "SLURM_RESTART_COUNT" not in os.environ  # a job that starts again has its old number
     if job.launcher != "srun" or is_first or job.cluster.checks_nodes:
@@ -357,10 +353,8 @@ def _environment(job: JobSpec, threads: int, echo: bool) -> dict[str, str]:
     environment = rank_environment(threads, keep_slurm=job.is_batch)
     if echo and sys.stderr.isatty():
         environment["GEMS_PROGRESS"] = "bar"
-    if job.is_batch:
-        environment["SLURM_EXPORT_ENV"] = (
-            "ALL"  # after `sbatch --export=NONE` ranks would get nothing of this
-        )
+    if job.is_batch:  # after `sbatch --export=NONE` ranks would not get this environment
+        environment["SLURM_EXPORT_ENV"] = "ALL"
     if job.launcher == "ibrun":
         environment = {
             name: value for name, value in environment.items() if name not in BATCH_SCRIPT_VARIABLES
@@ -408,10 +402,7 @@ def _run(argv: list[str], limit_s: float) -> str | None:
 
 
 def show_placement(folder: RunFolder, out: IO[str] | None, as_json: bool) -> int:
-    """Report the result of a placement check, which leaves no trace.
-
-    The check has failed if the first rank left no placement.
-    """
+    """Report the result of a placement check, which has no trace; fail if rank 0 left none."""
     placement = read_json(folder.result_json)
     if not placement:
         report(f"no rank of the probe {folder.path} has answered")

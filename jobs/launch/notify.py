@@ -35,7 +35,7 @@ def notify(folder: RunFolder) -> None:
         targets = folder.read_spec().cluster.notify
         document = describe(folder) if targets else {}
     except (ConfigError, OSError, TypeError):
-        return  # what is wrong with the folder has been reported
+        return  # a fault of the folder has been reported
     for target in targets:
         if target.partition(":")[0] == MAIL:
             continue

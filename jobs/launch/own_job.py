@@ -44,7 +44,7 @@ DESCRIPTIONS: dict[str | None, str] = {
 
 
 def own_scheduler() -> Scheduler | None:
-    """Return the batch system of the job that this process is in; None outside of a job."""
+    """Return the batch system of this process's job, or None outside a job."""
     return scheduler_of(own_job_id())
 
 
@@ -64,10 +64,7 @@ with contextlib.suppress(OSError):
 
 
 def own_job() -> Job | None:
-    """Query the job that this process is in.
-
-    Return None outside of a job, or if its batch system does not answer.
-    """
+    """Query this process's job; return None outside a job or without an answer."""
     scheduler = own_scheduler()
     return None if scheduler is None else scheduler.own_job(str(own_job_id()), OWN_JOB_LIMIT_S)
 
@@ -106,28 +103,26 @@ def record_start(folder: RunFolder, code_is_snapshot: bool) -> None:
     be written, the run continues.
 
     Raises:
-        ConfigError: the code archive was changed or is damaged.
+        ConfigError: The code archive was changed or is damaged.
     """
     job_id = own_job_id()
     if job_id is None:
         return
     with _recording():
-        kept = read_json(folder.provenance / ENVIRONMENT_JSON)
-        write_json(folder.provenance / ENVIRONMENT_JSON, {**kept, "job": environment()})
+        document = read_json(folder.provenance / ENVIRONMENT_JSON)
+        write_json(folder.provenance / ENVIRONMENT_JSON, {**document, "job": environment()})
         starts = [*read_json(folder.slurm_json).get("starts", [])]
-        if starts and folder.affinity_json.exists():  # of an earlier start, maybe on other nodes
+        if starts and folder.affinity_json.exists():  # from an earlier start on other nodes
             folder.affinity_json.rename(
                 folder.affinity_json.with_name(f"affinity.start{len(starts)}.json")
             )
         starts.append({"restart_count": num_restarts(), "utc": now_utc(), "job": _record(job_id)})
         write_json(folder.slurm_json, {"job_id": job_id, "starts": starts})
-    wrong = (
-        check_code(folder.provenance, read_json(folder.provenance_json))
-        if code_is_snapshot
-        else None
-    )
-    if wrong is not None:
-        raise ConfigError("run folder", folder.path, wrong, "submit it again")
+    if not code_is_snapshot:
+        return
+    fault = check_code(folder.provenance, read_json(folder.provenance_json))
+    if fault is not None:
+        raise ConfigError("run folder", folder.path, fault, "submit it again")
 
 
 def record_end(folder: RunFolder) -> None:
@@ -162,20 +157,15 @@ def _record(job_id: str) -> dict[str, Any] | None:
 
 
 def stop_cause(job: Job | None, cluster: ClusterConfig, reason: str) -> FailureCause | None:
-    """Return why the batch system made a run save and stop; None if a user did.
+    """Return why the batch system made a run save and stop, or None if a user did.
 
     If the system does not answer, the job counts as preempted after SIGTERM, and otherwise as out
-    of time. `reason` is what the ranks agreed on: at a preemption, SIGTERM reaches the ranks alone.
+    of time. `reason` is the signal of the ranks: at a preemption, only they receive SIGTERM.
     """
     if job is None:
-        is_batch = own_job_id() is not None
-        return (
-            FailureCause.PREEMPTED
-            if reason == "SIGTERM"
-            else FailureCause.TIME_LIMIT
-            if is_batch
-            else None
-        )
+        if reason == "SIGTERM":
+            return FailureCause.PREEMPTED
+        return None if own_job_id() is None else FailureCause.TIME_LIMIT
     if job.is_preempted:
         return FailureCause.PREEMPTED
     left_s = (job.end_utc - datetime.now(UTC)).total_seconds() if job.end_utc is not None else None
@@ -185,9 +175,9 @@ def stop_cause(job: Job | None, cluster: ClusterConfig, reason: str) -> FailureC
 
 @contextlib.contextmanager
 def counted_requeue(folder: RunFolder, why: str, step: int | None) -> Iterator[dict[str, int]]:
-    """Count one more start of the run by its launcher, and yield the count for status.json.
+    """Count a restart of the run by its launcher, and yield the count for status.json.
 
-    If the block raises because the start is refused, the count is taken back.
+    Undo the count if the block raises because the start is refused.
     """
     record = JobRecord.read(folder).with_requeue(why, LAUNCHER, step)
     try:
@@ -198,7 +188,7 @@ def counted_requeue(folder: RunFolder, why: str, step: int | None) -> Iterator[d
 
 
 def requeue_refusal(folder: RunFolder, cluster: ClusterConfig, why: str) -> str | None:
-    """Return why a saved run must not restart by itself, or None.
+    """Return the reason why a saved run must not restart by itself, or None.
 
     The limit counts attempts that ran out of time or memory, or that lost nodes. A preemption is
     SLURM's own decision and costs the run no attempt.
@@ -331,9 +321,9 @@ def end_saved_run(
 def describe_killed_run(
     folder: RunFolder, job: JobSpec, failure: Failure, ended: Ended
 ) -> tuple[str, Failure]:
-    """Return the state of a run that was killed before it saved, and its failure.
+    """Return the state of a run that was killed before it saved, and its completed failure.
 
-    The failure is completed with who ended the run and why.
+    The failure then tells who ended the run and why.
     """
     if folder.cancelled_json.exists():
         what = DESCRIPTIONS[FailureCause.CANCELLED]

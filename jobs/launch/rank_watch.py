@@ -1,4 +1,4 @@
-"""Watch the ranks of a run from outside, and see what no rank can report: that all have stopped."""
+"""Watch the ranks of a run from outside, and detect that all have stopped."""
 
 from __future__ import annotations
 
@@ -132,17 +132,14 @@ class RankWatch:
             json.dump(document, file)
 
     def _chain(self) -> WaitingChain | None:
-        """Return which rank waits for which, by the ranks' last marks, which share one clock.
-
-        Return None without a schedule.
-        """
+        """Return the ranks that wait for each other by their last marks; None without a schedule."""
         try:
             return waiting_chain(self._folder.read_schedule(), self._beats)
         except (ConfigError, OSError, ValueError, LookupError, TypeError):
             return None
 
     def _end(self, reason: Reason) -> None:
-        """Note in the ranks' log that the launcher causes what follows."""
+        """Record in the ranks' log that the launcher ends the ranks."""
         self.reason = reason
         line = f"{OUR_LINE}: {reason.value}"
         self._output.feed_line(line)

@@ -35,9 +35,9 @@ def start_run(spec: RunSpec, *, assume_yes: bool = False, force: bool = False) -
     The code is 0 for a submitted job.
 
     Raises:
-        ConfigError: no launcher, no permission, a refused job, a folder in use, or nobody to
+        ConfigError: No launcher, no permission, a refused job, a folder in use, or nobody to
             confirm the cost.
-        DoesNotFitError: a rank would need more than its device's memory, or a node's ranks more
+        DoesNotFitError: A rank would need more than its device's memory, or a node's ranks more
             than its host memory.
     """
     job = job_spec(spec)
@@ -68,8 +68,8 @@ def submit_run(
         run = layout[0].spec
         job = replace(job_spec(run), after=job.after)
         report(f"{layout[1]}: the run starts by {run.layout}")
-    make_plan = plan if layout is None else lambda: layout[0]
-    checks = passed(preflight(run, job, write_script(job, folder), make_plan))
+    get_plan = plan if layout is None else lambda: layout[0]
+    checks = passed(preflight(run, job, write_script(job, folder), get_plan))
     if not is_confirmed([job] * num_jobs, assume_yes=assume_yes):
         report("nothing is submitted")
         return None
@@ -89,7 +89,7 @@ def submit_together(
     instead of its own, and the reason.
 
     Raises:
-        ConfigError: as for `prepare` and `Scheduler.submit`, or a folder is in use.
+        ConfigError: As in `prepare` and `Scheduler.submit`, or a folder is in use.
     """
     with Ownership(gone_verifier(force=force)) as ownership:
         folders = [prepare(plan.spec, plan, own=ownership.take) for plan in plans]

@@ -1,7 +1,4 @@
-"""Submit jobs as transactions.
-
-Whatever interrupts a submission, and whenever, the job is recorded or can be found.
-"""
+"""Submit jobs as transactions: after any interruption, the job is recorded or can be found."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from gems.config.schema import ClusterConfig
 from gems.runs.folder import RunFolder
 from gems.runs.owner import SUBMITTING, Owner, Verify, new_token, read_owner, take
 from gems.utils.process_tree import start_time
@@ -27,12 +23,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class SignalsWait:
-    """A context that holds back SIGINT, SIGTERM and SIGHUP, and raises the first one at its end.
+    """A context that delays SIGINT, SIGTERM and SIGHUP, and raises the first one at its end.
 
-    The signals are blocked. sbatch inherits this, so a signal that a terminal sends to the whole
-    group does not end it either. Threads of libraries block nothing, so a handler also notes the
-    signals. Outside of the main thread the context does nothing, as Python allows no handlers
-    there.
+    The signals are blocked. sbatch inherits this, so a terminal's signal to the whole group does
+    not end it either. Threads of libraries may receive the signals, so a handler records them too.
+    Outside the main thread the context does nothing, because Python allows no handlers there.
     """
 
     def __enter__(self) -> Self:
@@ -49,8 +44,7 @@ class SignalsWait:
         try:
             self._restore()
         finally:
-            # a signal that another thread took may arrive this late, and raise once its handler is
-            # back
+            # a signal that another thread received may be raised as soon as its handler is restored
             self._restore()
         if self.came:
             signal.raise_signal(self.came[0])
@@ -64,10 +58,7 @@ class SignalsWait:
 
 
 class Ownership:
-    """The folders that this process owns, all by one token.
-
-    They are released if the block ends by an error.
-    """
+    """The folders that this process owns by one token; an error in the block releases them."""
 
     def __init__(self, verify: Verify) -> None:
         self._verify = verify
@@ -78,7 +69,7 @@ class Ownership:
         """Make this process the owner of a folder.
 
         Raises:
-            TryLaterError: the previous owner is not proven to be gone.
+            TryLaterError: The previous owner may not have ended.
         """
         self.taken.append((folder, take(folder, self._verify, token=self.token)))
 
@@ -134,8 +125,15 @@ def submit_owned(
     def mark(pid: int) -> None:
         for folder, _, task in taken:
             own = {"task": task} if is_array else {}
-            fields = {**(facts or {}), **_submitter(job.cluster, token, pid), **own}
-            folder.write_status(SUBMITTING, **fields)
+            # these fields identify an interrupted submission
+            submitter = {
+                "token": token,
+                "scheduler": place(job.cluster),
+                "host": os.uname().nodename,
+                "pid": pid,
+                "pid_started": start_time(os.getpid()),
+            }
+            folder.write_status(SUBMITTING, **{**(facts or {}), **submitter, **own})
 
     with SignalsWait() as signals:
         mark(os.getpid())
@@ -151,7 +149,7 @@ def submit_owned(
             for folder, owner, task in taken:
                 record_submission(folder, owner, job_ids[task], state, facts)
         except (UnclearSubmissionError, OSError):
-            # the next command looks for the job; this process is done with it
+            # the next command looks for the job
             for folder, owner, _ in taken:
                 owner.update(folder, pid=0)
             mark(0)
@@ -166,14 +164,3 @@ def submit_owned(
             end = f"`gems-jobs cancel {firsts[0].path.name}` ends it"
             report(f"interrupted, and job {number} is submitted: {end}")
     return job_ids
-
-
-def _submitter(cluster: ClusterConfig, token: str, pid: int) -> dict[str, Any]:
-    """Return the fields of status.json that identify an interrupted submission."""
-    return {
-        "token": token,
-        "scheduler": place(cluster),
-        "host": os.uname().nodename,
-        "pid": pid,
-        "pid_started": start_time(os.getpid()),
-    }
