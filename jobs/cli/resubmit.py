@@ -250,14 +250,14 @@ def _check_nodes_left(job: JobSpec, blocked: Sequence[BlockedNode]) -> None:
     if not cluster.exclude:
         return
     try:
-        left, excluded = scheduler_for(cluster).left_nodes(cluster)
+        available, excluded = scheduler_for(cluster).left_nodes(cluster)
     except SchedulerUnavailableError:
         return
     needed = min([job.nodes, *cluster.smaller_nodes(job.nodes)]) + cluster.spare_nodes
-    if excluded and len(left) < needed:
+    if excluded and len(available) < needed:
         where = f"partition {cluster.partition}" if cluster.partition else f"cluster {cluster.name}"
         text = (
-            f"leaves {len(left)} of the {len(left | excluded)} nodes of {where}, and the run needs"
+            f"leaves {len(available)} of the {len(available | excluded)} nodes of {where}, and the run needs"
             f" {needed}"
         )
         listed = next((entry.node for entry in blocked if entry.node in excluded), None)

@@ -75,8 +75,8 @@ def select_nodes(
     good = tuple(node for node in nodes if node not in faults)
     if nodes and len(good) < job.nodes:
         bad = ", ".join(f"node {node} is bad: {fault}" for node, fault in faults.items())
-        left = f"good nodes left: {len(good)}, and the ranks need {job.nodes}"
-        raise NodeFailedError(f"{bad or 'nodes were lost'}; {left}", good, faults)
+        shortage = f"good nodes left: {len(good)}, and the ranks need {job.nodes}"
+        raise NodeFailedError(f"{bad or 'nodes were lost'}; {shortage}", good, faults)
     if faults:
         report("; ".join(f"node {node} is left out: {fault}" for node, fault in faults.items()))
     return Selection(replace(job, nodelist=good[: job.nodes]), good)

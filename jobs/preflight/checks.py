@@ -145,9 +145,9 @@ def passed(checks: Iterable[Check]) -> list[Check]:
     """Return the checks, up to the last or the first that forbids the job.
 
     Raises:
-        ConfigError: a check that forbids the job.
-        DoesNotFitError: it needs more memory than there is.
-        ScheduleError: its schedule would not run.
+        ConfigError: A check that forbids the job.
+        DoesNotFitError: It needs more memory than there is.
+        ScheduleError: Its schedule would not run.
     """
     done = []
     for check in checks:
@@ -295,7 +295,7 @@ class Storage:
 def find_storage(folder: RunFolder, runs_dir: str) -> Storage:
     """Find the storage of a run's folder; raise ConfigError if it is not writable."""
     wanted = folder.path
-    path = next(each for each in (wanted, *wanted.parents) if os.path.lexists(each))
+    path = next(existing for existing in (wanted, *wanted.parents) if os.path.lexists(existing))
     if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
         reason = "Permission denied" if path.is_dir() else "Not a directory"
         text = f"cannot write there ({reason}: {path})"

@@ -30,7 +30,7 @@ def smaller_plan(spec: RunSpec, nodes: int) -> Plan:
     run's own schedule and memory policy; if none fits, the best that `gems plan` finds.
 
     Raises:
-        ConfigError: no layout there can make the run's steps.
+        ConfigError: No layout there can make the run's steps.
     """
     cluster = spec.cluster
     why = ""
@@ -63,7 +63,7 @@ def check_layouts(spec: RunSpec) -> tuple[bool, str]:
     """Return whether a resolved run could go on on fewer nodes, and by which layouts.
 
     Raises:
-        ConfigError: it has none on a number of nodes of cluster.elastic.
+        ConfigError: It has none on a number of nodes of cluster.elastic.
     """
     nodes = spec.cluster.nodes or 1
     sizes = spec.cluster.smaller_nodes(nodes)
@@ -157,7 +157,7 @@ def _searched_plan(spec: RunSpec, world_size: int) -> Plan:
     It has the run's micro-batches and strips.
 
     Raises:
-        ConfigError, DoesNotFitError: there is none.
+        ConfigError, DoesNotFitError: There is none.
     """
     from gems.search.evaluate import Planner
     from gems.search.fastest import fastest

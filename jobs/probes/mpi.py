@@ -159,8 +159,8 @@ class MpiProbe:
 
         Raises:
             ConfigError: MPI does not start as configured, or must not be given device memory.
-            RankFailedError: the ranks ended otherwise.
-            StalledError: the ranks did not end.
+            RankFailedError: The ranks ended otherwise.
+            StalledError: The ranks did not end.
         """
         result = read_or_empty(probe_json(folder))
         mpi = self.job.cluster.mpi or "null"

@@ -1,3 +1,3 @@
-"""The batch systems that jobs are submitted to, one file each, behind one interface."""
+"""The batch systems for jobs, one file each, behind one interface."""
 
 ORDER = ("slurm", "flux", "pbs")

@@ -1,4 +1,4 @@
-"""Support batch systems that run our script as it is.
+"""Batch systems that run the script without submitit.
 
 One query of such a system returns everything known about a user's jobs. A submission's token is in
 the job's environment, and the system's query shows it. The script itself has no token, so a dry run
@@ -31,29 +31,26 @@ PROGRAM = "jobs.launch.batch"
 class ByCommands(Scheduler):
     """A batch system whose subclass knows the directives, the commands and their output."""
 
-    full: ClassVar[tuple[str, ...]] = ()  # what the system says if the queue takes no more jobs now
+    full: ClassVar[tuple[str, ...]] = ()  # messages of a full queue
 
-    ended: ClassVar[tuple[str, ...]]  # what the system says of a job that has ended
+    ended: ClassVar[tuple[str, ...]]  # messages about a job that has ended
 
     @abstractmethod
     def fetch(
         self, job_ids: Sequence[str] | None = None, limit_s: float | None = None
     ) -> list[Job]:
-        """Return this user's jobs, or those of some that are known.
-
-        Raise SchedulerError if there is no list.
-        """
+        """Return this user's jobs, or the known ones of some; raise SchedulerError without a list."""
 
     def cancel_argv(self) -> list[str]:
         """Return the command that cancels jobs, without their IDs."""
         return [self.cancel_program]
 
     def command_environment(self) -> dict[str, str] | None:
-        """Return the environment of the other commands; None for that of `run_command`."""
+        """Return the environment of other commands, or None for the default of `run_command`."""
         return None
 
     def error_of(self, result: CommandResult) -> SchedulerError | None:
-        """Return why a command failed, unless all its jobs have ended."""
+        """Return the error of a command, unless it only means that all its jobs have ended."""
         lines = [line for line in result.stderr.splitlines() if line.strip()]
         has_ended = bool(lines) and all(any(text in line for text in self.ended) for line in lines)
         return None if has_ended else result.error
@@ -79,7 +76,7 @@ class ByCommands(Scheduler):
         works: Sequence[Work] = (),
         command: str | None = None,
     ) -> str:
-        """Return the batch script; the queue and the account stand in it without quotes."""
+        """Return the batch script, in which the queue and the account are not quoted."""
         for key, text in (
             ("cluster.partition", job.cluster.partition),
             ("cluster.account", job.cluster.full_account),
@@ -89,7 +86,7 @@ class ByCommands(Scheduler):
         return super().script(job, folder, works, command)
 
     def launch_command(self, job: JobSpec, folder: RunFolder, works: Sequence[Work]) -> str:
-        """Return the line that starts our own program."""
+        """Return the line that starts `jobs.launch.batch`."""
         runs = works[0].run_folders if works else (str(folder.path),)
         code = [str(RunFolder(Path(runs[0])).code_zip)] if job.snapshot else RUN_MODULE
         return f"exec {shlex.join([sys.executable, '-u', *code, PROGRAM, *runs])}"
@@ -109,15 +106,15 @@ class ByCommands(Scheduler):
         return {job.token: job for job in jobs if job.token in wanted}
 
     def list_jobs(self, job_ids: Iterable[str]) -> list[Job]:
-        """List those of some jobs that the system knows."""
+        """List the known ones of some jobs."""
         return self._list(job_ids)
 
     def query_queue(self, job_ids: Iterable[str]) -> JobQuery:
-        """Query some jobs, those that have ended too as long as the system remembers them."""
+        """Query some jobs, including ended ones that the system still remembers."""
         return self._query(job_ids)
 
     def find_job(self, job_id: str) -> tuple[Job | None, tuple[str, ...]]:
-        """Return what the system knows of a job."""
+        """Return the job as the system describes it."""
         query = self._query([job_id])
         if job_id in query.jobs:
             return query.jobs[job_id], ()
@@ -128,7 +125,7 @@ class ByCommands(Scheduler):
         return self._query([job_id], limit_s).jobs.get(job_id)
 
     def record(self, job_id: str) -> dict[str, Any] | None:
-        """Return what the system knows of a job."""
+        """Return the known fields of a job as text."""
         job = self._query([job_id]).jobs.get(job_id)
         return (
             None

@@ -49,8 +49,8 @@ REPEATED = (
     "conf",
     "broker-opts",
 )
-# A column of `flux jobs` -> its heading, which shows that an answer is a list. The name is last: it
-# may hold anything.
+# columns of `flux jobs` with their headings, which identify a list; the name is last because it may
+# contain any character
 COLUMNS = {
     "id.f58plain": "JOBID",
     "state": "STATE",
@@ -142,9 +142,9 @@ class Flux(ByCommands):
         if cluster.exclude:
             own.append(("requires", f"-host:{','.join(dict.fromkeys(cluster.exclude))}"))
         values = [
-            (name, each)
+            (name, item)
             for name, value in free.items()
-            for each in (value if isinstance(value, list) else [value])
+            for item in (value if isinstance(value, list) else [value])
         ]
         return [
             f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}"
@@ -193,18 +193,15 @@ class Flux(ByCommands):
 
 
 def _flux(verb: str) -> list[str]:
-    """Return a command of the instance that has the user's jobs.
-
-    From within one of them, the parent.
-    """
+    """Return a command of the instance with the user's jobs: inside a job, the parent."""
     return ["flux", *(["--parent"] if os.environ.get(FLUX_VARIABLE) else []), verb]
 
 
 def _parse_job(row: Sequence[str]) -> Job:
-    """Read a line of `flux jobs`; raise SchedulerUnavailableError if it is none."""
+    """Parse a line of `flux jobs`; raise SchedulerUnavailableError if it is not a job."""
     values = dict(zip(COLUMNS, map(str.strip, row), strict=False))
     word = values.get("state", "")
-    state = STATES.get(word, word if word.isupper() else None)  # one that is new counts as active
+    state = STATES.get(word, word if word.isupper() else None)  # an unknown state counts as active
     if state == "":
         state = RESULTS.get(values.get("result", ""))
     if len(row) != len(COLUMNS) or state is None or not re.fullmatch(JOB_ID, values["id.f58plain"]):
@@ -232,7 +229,7 @@ def _parse_job(row: Sequence[str]) -> Job:
 
 
 def _utc(text: str) -> datetime | None:
-    """Return a time of Flux's, in seconds; 0 and nothing are none."""
+    """Parse a Flux time in seconds; 0 and "" are None."""
     try:
         seconds = float(text)
     except ValueError:

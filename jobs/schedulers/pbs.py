@@ -100,7 +100,7 @@ class Pbs(ByCommands):
     full = ("Maximum number of jobs", "would exceed", "exceed limit")
 
     def job_name(self, name: str) -> str:
-        """Return a name of letters that every release takes, cut to its length."""
+        """Return a name of characters and length that every release accepts."""
         plain = re.sub(r"[^A-Za-z0-9_.+-]", "_", name)
         return (plain if plain[:1].isalpha() else f"g{plain}")[:MAX_NAME]
 
@@ -126,7 +126,7 @@ class Pbs(ByCommands):
             own.append(f"-q {cluster.partition}")
         if cluster.full_account is not None:
             own.append(f"-A {cluster.full_account}")
-        own += ["-j oe", f"-o {folder.logs}/"]  # in a folder the file is named by the job
+        own += ["-j oe", f"-o {folder.logs}/"]  # PBS names the file in a folder by the job
         if "r" not in free:
             own.append(f"-r {'y' if cluster.max_requeues else 'n'}")
         if cluster.mail_to is not None:
@@ -198,7 +198,7 @@ class Pbs(ByCommands):
         return [_parse_job(job_id, rows[_number(job_id)]) for job_id in known]
 
     def kill_cause(self, text: str) -> str | None:
-        """Read what PBS writes into the job's output before it ends it."""
+        """Read the message that PBS writes into the job's output before it ends the job."""
         reasons = [line["why"].strip() for line in KILL.finditer(text)]
         if not reasons:
             return None
@@ -244,7 +244,7 @@ def _with_history(command: list[str], words: list[str], limit_s: float | None) -
 
 
 def _number(job_id: str) -> str:
-    """Return the part of an ID that is the same whatever a command calls the server."""
+    """Return the part of an ID that does not depend on the name of the server."""
     return job_id.partition(".")[0]
 
 
@@ -267,7 +267,7 @@ def _parse_job(job_id: str, row: Mapping[str, str]) -> Job:
     letter = row.get("job_state", "")
     if not letter:
         raise SchedulerUnavailableError("qstat", f"printed job {job_id} without a state")
-    state = STATES.get(letter, letter)  # of a letter that is new the job counts as active
+    state = STATES.get(letter, letter)  # an unknown letter counts as active
     code, used, limit = (
         row.get(name)
         for name in ("Exit_status", "resources_used.walltime", "Resource_List.walltime")
@@ -320,7 +320,7 @@ def _span(text: str | None) -> timedelta | None:
 
 
 def _utc(text: str | None) -> datetime | None:
-    """Return a time of PBS's, as `Thu Nov 26 12:00:00 2026` in local time."""
+    """Parse a PBS time, such as `Thu Nov 26 12:00:00 2026` in local time."""
     with contextlib.suppress(ValueError):
         return datetime.strptime(text or "", "%a %b %d %H:%M:%S %Y").astimezone(UTC)
     return None

@@ -1,4 +1,4 @@
-"""Define the interface of a batch system, and send questions about jobs to each job's system.
+"""The interface of a batch system, and queries about jobs to each job's system.
 
 The form of a job's ID tells its system: 41, 41_7 and 41_7@serial are SLURM's, 41.server is PBS
 Pro's, f2kPq7 is Flux's.
@@ -56,10 +56,10 @@ class Scheduler(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
     program: ClassVar[str]  # the command that submits
-    queue_program: ClassVar[str]  # the one that tells of jobs
+    queue_program: ClassVar[str]  # the command that lists jobs
     cancel_program: ClassVar[str]
     job_id_form: ClassVar[re.Pattern[str]]
-    sentinel: ClassVar[str]  # what begins the line of an option in a script
+    sentinel: ClassVar[str]  # the start of an option's line in a script
     forbidden: ClassVar[Mapping[str, str]]  # in paths, with the words for them
     has_arrays: ClassVar[bool] = False
     has_probe_jobs: ClassVar[bool] = False
@@ -104,7 +104,7 @@ class Scheduler(ABC):
         return None
 
     def job_name(self, name: str) -> str:
-        """Return the name that the job of a run gets."""
+        """Return the name of a run's job."""
         return name
 
     @abstractmethod
@@ -143,10 +143,10 @@ class Scheduler(ABC):
         Several works make an array, whose output goes to the logs of `folder`.
 
         Raises:
-            ConfigError: the system would misread an option or path.
+            ConfigError: The system would misread an option or path.
         """
-        for each in dict.fromkeys((folder, *_run_folders(works))):
-            check_path(job, each, self.title, self.forbidden)
+        for run in dict.fromkeys((folder, *_run_folders(works))):
+            check_path(job, run, self.title, self.forbidden)
         options = self.directives(job, folder, len(works))
         return render(
             self.name,
@@ -192,10 +192,10 @@ class Scheduler(ABC):
         """Call the command that submits a script, and return the job's ID.
 
         Raises:
-            UnclearSubmissionError: it is not known whether the system has the job.
-            TryLaterError: the queue takes no more jobs now, or the system cannot be reached.
-            ConfigError: the system refuses the job.
-            OSError: the script cannot be read.
+            UnclearSubmissionError: It is not known whether the system has the job.
+            TryLaterError: The queue takes no more jobs now, or the system cannot be reached.
+            ConfigError: The system refuses the job.
+            OSError: The script cannot be read.
         """
         cluster = job.cluster.name
         chosen = self.clusters(job.cluster)
@@ -258,7 +258,7 @@ class Scheduler(ABC):
         """Return the names of a partition's nodes that are not excluded, and of those that are.
 
         Raises:
-            SchedulerUnavailableError: they are not known.
+            SchedulerUnavailableError: They are not known.
         """
         raise SchedulerUnavailableError(self.queue_program, "names no nodes")
 
@@ -267,14 +267,11 @@ class Scheduler(ABC):
         return None
 
     def clusters(self, cluster: ClusterConfig) -> str:
-        """Return the clusters, separated by commas, of which one gets a job.
-
-        Empty for the default one.
-        """
+        """Return the clusters of which one gets a job, separated by commas; "" for the default."""
         return ""
 
     def notes(self, script: str) -> list[str]:
-        """Return what a user should know of a script's submission, a line each."""
+        """Return notes to the user about a script's submission."""
         return []
 
     @abstractmethod
@@ -293,15 +290,15 @@ class Scheduler(ABC):
 
     @abstractmethod
     def query_queue(self, job_ids: Iterable[str]) -> JobQuery:
-        """Query the jobs that wait, run or have ended lately."""
+        """Query the jobs that wait, run or have ended recently."""
 
     def query_accounting(self, job_ids: Iterable[str]) -> JobQuery:
-        """Query the jobs that the queue does not know any more."""
+        """Query the jobs that are no longer in the queue."""
         return JobQuery()
 
     @abstractmethod
     def find_job(self, job_id: str) -> tuple[Job | None, tuple[str, ...]]:
-        """Return all that is known of a job, and the errors of commands that did not answer."""
+        """Return the job with all known facts, and the errors of commands that did not answer."""
 
     def describe_wait(self, job_id: str, reason: str) -> str:
         """Describe why a job waits, by the system's reason, and what to do if it needs a user."""
@@ -333,14 +330,11 @@ class Scheduler(ABC):
         return 0
 
     def requeue(self, job_id: str) -> str | None:
-        """Put this process's job back into the queue; return why that cannot be done, or None."""
+        """Requeue this process's job; return the error, or None."""
         return f"{self.title} lets no user put a job back into the queue"
 
     def kill_cause(self, text: str) -> str | None:
-        """Read in a job's output why the system ends it: a FailureCause or its own words.
-
-        None if unknown.
-        """
+        """Read from a job's output why the system ends it: a FailureCause, its words, or None."""
         return None
 
     def record(self, job_id: str) -> dict[str, Any] | None:
@@ -364,7 +358,7 @@ def scheduler_for(cluster: ClusterConfig) -> Scheduler:
 
 
 def write_script(job: JobSpec, folder: RunFolder) -> str:
-    """Return a job's batch script, and report what a user should know of its submission."""
+    """Return a job's batch script, and report notes about its submission."""
     scheduler = scheduler_for(job.cluster)
     script = scheduler.script(job, folder)
     for note in scheduler.notes(script):
@@ -377,19 +371,24 @@ def _run_folders(works: Iterable[Work]) -> list[RunFolder]:
 
 
 def scheduler_of(job_id: object) -> Scheduler | None:
-    """Return the system of a job by the form of its ID; None for a value that is no ID.
+    """Return the system of a job by the form of its ID, or None for a value that is no ID.
 
-    No other values are accepted, as a command could take them for an option.
+    Other values are rejected because a command could take them for an option.
     """
     if not isinstance(job_id, str | int) or isinstance(job_id, bool):
         return None
     return next(
-        (each for each in SCHEDULERS.values() if each.job_id_form.fullmatch(str(job_id))), None
+        (
+            scheduler
+            for scheduler in SCHEDULERS.values()
+            if scheduler.job_id_form.fullmatch(str(job_id))
+        ),
+        None,
     )
 
 
 def system_of(job_id: str) -> Scheduler:
-    """Return the system of a job whose ID is one."""
+    """Return the system of a valid job ID."""
     scheduler = scheduler_of(job_id)
     assert scheduler is not None, job_id
     return scheduler
@@ -421,7 +420,7 @@ def title(job_id: str | None) -> str:
 
 
 def query_queue(job_ids: Iterable[str]) -> JobQuery:
-    """Query the queues, one command for all jobs of a system; what is no ID is left out."""
+    """Query the queues with one command per system; ignore values that are no IDs."""
     return _query(job_ids, lambda system, own: system.query_queue(own))
 
 

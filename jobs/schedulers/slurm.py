@@ -179,7 +179,7 @@ class Slurm(Scheduler):
         return ["sbatch"]
 
     def submission_environment(self, script: str, token: str) -> dict[str, str]:
-        """Return the environment of sbatch, with the user's variables for what is left open."""
+        """Return the environment of sbatch, with the user's variables for options that are not set."""
         return slurm_environment.submission_environment(script)
 
     def read_id(self, text: str, clusters: str = "") -> str | None:
@@ -209,7 +209,7 @@ class Slurm(Scheduler):
         return jobs
 
     def describe_wait(self, job_id: str, reason: str) -> str:
-        """Add how to release a job that its user holds, and that a dependency never comes true."""
+        """Add advice for a job that its user holds or whose dependency can never be satisfied."""
         if reason == slurm_jobs.NEVER_SATISFIED:
             return f"{reason}: {NEVER_STARTS}"
         if reason != slurm_jobs.HELD:

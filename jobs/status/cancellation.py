@@ -58,7 +58,7 @@ def cancel_all(catalogue: Catalogue, *, as_json: bool) -> int:
             results.append((run.folder, REFUSED, refusal))
         else:
             (jobs if run.job_id is not None else here).append(run)
-    job_ids = [each for run in jobs for each in (run.job_id, *read_chain(run.folder)) if each]
+    job_ids = [job_id for run in jobs for job_id in (run.job_id, *read_chain(run.folder)) if job_id]
     error = cancel_jobs(list(dict.fromkeys(job_ids))) if jobs else None
     results += [*map(_end_here, here), *_await_jobs(jobs, error)]
     if as_json:

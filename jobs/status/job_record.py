@@ -217,7 +217,7 @@ def complete_submissions(folders: Sequence[RunFolder]) -> dict[str, Job]:
     One query covers all folders. A submission whose process is alive is left to that process.
 
     Raises:
-        SchedulerError: there is no list of jobs.
+        SchedulerError: There is no list of jobs.
     """
     owners = {}
     tokens = {}
@@ -269,7 +269,7 @@ def _await_submission(token: str) -> None:
     """Wait until no process on this machine names the submission's script or has it open.
 
     Raises:
-        SchedulerUnavailableError: a process still does after ABANDONED_WAIT_S.
+        SchedulerUnavailableError: A process still does after ABANDONED_WAIT_S.
     """
     pause = threading.Event()
     deadline_s = time.monotonic() + ABANDONED_WAIT_S
@@ -308,7 +308,7 @@ def _find(job_id: str) -> Job | None:
     """Return a job, or None if its system has forgotten it.
 
     Raises:
-        SchedulerError: there is no list of jobs.
+        SchedulerError: There is no list of jobs.
     """
     if not is_job_id(job_id):
         raise SchedulerError("the queue", f"cannot be asked for job {job_id!r}")

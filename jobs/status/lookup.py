@@ -57,7 +57,7 @@ class StudyRecord:
         stay as long as their folders exist.
 
         Raises:
-            ConfigError: the folder cannot be written.
+            ConfigError: The folder cannot be written.
         """
         now = {path.name: label for label, path in points}
         earlier = {
@@ -97,7 +97,7 @@ class StudyRecord:
         """Ask the study's command to start no more points; it looks before each point.
 
         Raises:
-            ConfigError: the mark cannot be written.
+            ConfigError: The mark cannot be written.
         """
         try:
             write_json(self.cancelled_json, requested_by())
@@ -215,7 +215,7 @@ def find_runs(words: Sequence[str], *, allows_several: bool = True) -> Catalogue
     the only one.
 
     Raises:
-        ConfigError: a name matches no run, or several runs if only one is allowed.
+        ConfigError: A name matches no run, or several runs if only one is allowed.
     """
     runs_dir, names = split_runs_dir(words)
     if not names:
@@ -250,7 +250,7 @@ def find_named(words: Sequence[str], verb: str) -> Catalogue:
     """Find the runs and studies that `words` name.
 
     Raises:
-        ConfigError: none is named, or one does not exist.
+        ConfigError: None is named, or one does not exist.
     """
     if not split_runs_dir(words)[1]:
         raise ConfigError(

@@ -52,7 +52,7 @@ def read_study(study: str) -> StudyConfig:
     """Read a study by its name in `conf/study/` or from its .yaml file.
 
     Raises:
-        ConfigError: there is no such study, or it is invalid.
+        ConfigError: There is no such study, or it is invalid.
     """
     options = options_of(GROUP)
     if not _is_file(study) and study not in options:
@@ -78,7 +78,7 @@ def compose_points(study: StudyConfig, name: str, overrides: Sequence[str] = ())
     own seed, and therefore its own folder.
 
     Raises:
-        ConfigError: a point cannot run; its number and words precede the key.
+        ConfigError: A point cannot run; its number and words precede the key.
     """
     once: dict[Path, Point] = {}
     axes = [[_words(key, choice) for choice in choices] for key, choices in study.axes.items()]
@@ -116,8 +116,8 @@ def _words(key: str, choice: Any) -> list[str]:
 
 
 def _checked(values: dict[str, Any]) -> StudyConfig:
-    given = {key: value for key, value in values.items() if value is not None}
-    study = build(StudyConfig, given, GROUP)
+    overrides = {key: value for key, value in values.items() if value is not None}
+    study = build(StudyConfig, overrides, GROUP)
     for key, choices in study.axes.items():
         if not choices:
             text = "must be a list of values, or of lists of overrides"

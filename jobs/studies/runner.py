@@ -64,7 +64,7 @@ class QueueSlots:
         """Return how many more jobs the queue takes; infinity if that is unknown.
 
         Raises:
-            ConfigError: the queue takes no job of this size.
+            ConfigError: The queue takes no job of this size.
         """
         if _scope(job.cluster) in self.full:
             return 0

@@ -115,12 +115,12 @@ def submission_environment(script: str) -> dict[str, str]:
 
     It keeps the user's sbatch variables only for options that the script leaves open.
     """
-    kept, _ = _sorted(script)
+    inherited, _ = _sorted(script)
     return {
         name: value
         for name, value in without_leftovers(os.environ).items()
         if name != CLUSTER_VARIABLE
-    } | kept
+    } | inherited
 
 
 def notes(script: str) -> list[str]:
@@ -128,8 +128,8 @@ def notes(script: str) -> list[str]:
 
     Return an empty list if there are none.
     """
-    kept, ignored = _sorted(script)
-    parts = [f"{name}={kept[name]} is kept" for name in sorted(kept)]
+    inherited, ignored = _sorted(script)
+    parts = [f"{name}={inherited[name]} is kept" for name in sorted(inherited)]
     parts += [f"{name}={os.environ[name]} is ignored: {ignored[name]}" for name in sorted(ignored)]
     return [f"of your environment, {'; '.join(parts)}"] if parts else []
 
@@ -137,7 +137,7 @@ def notes(script: str) -> list[str]:
 def _sorted(script: str) -> tuple[dict[str, str], dict[str, str]]:
     """Return the variables to keep, and for each ignored variable what decides instead."""
     lines = dict(re.findall(r"^#SBATCH --([a-z0-9-]+)(?:=(.*))?$", script, re.MULTILINE))
-    kept = {}
+    inherited = {}
     ignored = {}
     for name, option in _variables(os.environ).items():
         if option is None:
@@ -147,10 +147,10 @@ def _sorted(script: str) -> tuple[dict[str, str], dict[str, str]]:
                 key = OWN_KEYS.get(option, f"cluster.sbatch.{option}")
                 ignored[name] = f"{key} is decisive (--{option}={lines[option]})"
         elif option in CHOICES:
-            kept[name] = os.environ[name]
+            inherited[name] = os.environ[name]
         else:
             ignored[name] = f"set {OWN_KEYS.get(option, f'+cluster.sbatch.{option}')}"
-    return kept, ignored
+    return inherited, ignored
 
 
 def _variables(environment: Mapping[str, str]) -> dict[str, str | None]:

@@ -80,7 +80,7 @@ def check_partitions(job: JobSpec, partitions: Sequence[Partition]) -> str:
     these limits are left to SLURM.
 
     Raises:
-        ConfigError: no partition would ever start the job; it has the reason of the first.
+        ConfigError: No partition would ever start the job; it has the reason of the first.
     """
     refusals = [next(_refusals(job, partition), None) for partition in partitions]
     usable = [

@@ -107,15 +107,15 @@ def query_site(*argv: str, with_stderr: bool = False) -> str:
     """Return a command's stdout, or stdout and stderr.
 
     Raises:
-        SchedulerUnavailableError: the command fails.
+        SchedulerUnavailableError: The command fails.
     """
-    kept = _answers[-1] if _answers else {}
-    result = kept.get(argv) or run_command(argv, limit_s=SITE_LIMIT_S)
+    answers = _answers[-1] if _answers else {}
+    result = answers.get(argv) or run_command(argv, limit_s=SITE_LIMIT_S)
     try:
         stdout = result.check()
     except SchedulerRefusedError as error:
         raise SchedulerUnavailableError(argv[0], error.reason, is_own_message=True) from error
-    kept[argv] = result
+    answers[argv] = result
     return stdout + result.stderr if with_stderr else stdout
 
 
@@ -148,7 +148,7 @@ def query_partitions(names: str | None, clusters: str = "") -> tuple[Partition, 
             )
             raise ConfigError("cluster.partition", name, "this SLURM has no such partition", advice)
     return tuple(
-        _partition(by_name[name], tuple(each for each in kinds if each.partition == name))
+        _partition(by_name[name], tuple(kind for kind in kinds if kind.partition == name))
         for name in wanted
     )
 
