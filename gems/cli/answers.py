@@ -1,6 +1,6 @@
-"""What the answers of several verbs share: the facts of a case, and pictures.
+"""Parts of the answers of several verbs: the facts of a case, and pictures.
 
-The analysis draws in a process of its own, so that no verb loads matplotlib.
+A child process draws, so that no verb loads matplotlib.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PICTURES = (".png", ".pdf", ".svg")
 
 
 def case_facts(profile: ModelProfile, schedule: Schedule) -> dict[str, Any]:
-    """Return what a prediction is about: a profile's model and a schedule."""
+    """Return the subject of a prediction: a profile's model and a schedule."""
     return {
         "source": "predicted",
         "model": profile.model,
@@ -44,7 +44,7 @@ def picture_path(options: Options, default: str | None = None) -> Path | None:
     """Return the path of --picture, before the work is done.
 
     Raises:
-        ConfigError: a picture that could not be written: another suffix, or no such folder.
+        ConfigError: A picture that could not be written: another suffix, or no such folder.
     """
     name = options.chosen.get("--picture", default)
     if name is None:

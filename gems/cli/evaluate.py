@@ -29,17 +29,17 @@ def evaluate(words: Sequence[str], options: Options) -> int:
     """Print the metrics of the weights of a run, with overrides such as data=folder data.path=... or fewer partitions.
 
     Raises:
-        ConfigError: no run, no weights, or overrides that cannot run.
-        RankFailedError: a rank ended before there was a result.
+        ConfigError: No run, no weights, or overrides that cannot run.
+        RankFailedError: A rank ended before there was a result.
     """
     spec, path = run_for_inference(words, options.chosen.get("--weights", LAST), "evaluate")
-    found = run_program(spec, EVALUATE, "evaluate", trains=False)
+    result = run_program(spec, EVALUATE, "evaluate", trains=False)
     if options.json:
-        print_json({"run": str(path), "data": spec.data.name, **found})
+        print_json({"run": str(path), "data": spec.data.name, **result})
     else:
         print(
             metric_tables(
-                found, names_of_values(spec.data), title=f"{path.name} on data={spec.data.name}"
+                result, names_of_values(spec.data), title=f"{path.name} on data={spec.data.name}"
             )
         )
     return 0
@@ -86,11 +86,11 @@ def _is_list(value: object, length: int) -> bool:
 
 
 def _different(names: Sequence[str]) -> list[str]:
-    """Return names of which none is equal to another one or to the head of the classes."""
-    found: list[str] = []
+    """Return unique names that also differ from the heading of the classes."""
+    keys: list[str] = []
     for number, name in enumerate(names):
-        found.append(f"{name} ({number})" if name in (*found, "class") else name)
-    return found
+        keys.append(f"{name} ({number})" if name in (*keys, "class") else name)
+    return keys
 
 
 def _words(name: str) -> str:
@@ -117,17 +117,19 @@ def run_for_inference(words: Sequence[str], weights: str, verb: str) -> tuple[Ru
     """Return a run with overrides, to start from its own weights on this machine, and its folder.
 
     Raises:
-        ConfigError: as `read_run`, or overrides that cannot run.
+        ConfigError: As in `read_run`, or overrides that cannot run.
     """
     spec, overrides, path = read_run(words, weights, verb)
     return changed(spec, overrides, takes_options=True), path
 
 
 def read_run(words: Sequence[str], weights: str, verb: str) -> tuple[RunSpec, list[str], Path]:
-    """Return a run that is to start from its own weights on this machine, the overrides among `words`, and its folder.
+    """Return a run that starts from its own weights on this machine, with overrides and folder.
+
+    The overrides are among `words`.
 
     Raises:
-        ConfigError: no run, no such weights, or an override that is none.
+        ConfigError: No run, no such weights, or an override that is none.
     """
     names = [word for word in words if "=" not in word]
     if len(names) != 1:
@@ -159,7 +161,7 @@ def weights_folder(path: Path, weights: str) -> Path:
     """Return the folder of the last weights of a run, of the best, or of those averaged over its steps.
 
     Raises:
-        ConfigError: the run has kept none that were best, or no average.
+        ConfigError: The run has kept none that were best, or no average.
     """
     if weights == LAST:
         return path

@@ -20,7 +20,7 @@ def export(words: Sequence[str], options: Options) -> int:
     """Write the weights of a run, or of its newest checkpoint, to the file of --out.
 
     Raises:
-        ConfigError: no run, none or no such file to write, or weights that do not fit the network's
+        ConfigError: No run, none or no such file to write, or weights that do not fit the network's
         class.
     """
     if len(words) != 1:

@@ -1,4 +1,4 @@
-"""`gems memory`: what the configured policy does with every layer's activations, or all policies side by side."""
+"""`gems memory`: which activations a policy keeps, recomputes or offloads, or compare policies."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def _entry(
 
     `saved` is the share of the kept activations' peak that it takes off the device.
     """
-    kept = max(rank.peak_activation_bytes for rank in keeping.ranks)
-    held = max(rank.peak_activation_bytes for rank in outcome.ranks)
+    keep_bytes = max(rank.peak_activation_bytes for rank in keeping.ranks)
+    peak_bytes = max(rank.peak_activation_bytes for rank in outcome.ranks)
     peaks = list(outcome.peak_bytes)
     return {
         "policy": outcome.plan.policy,
@@ -127,7 +127,7 @@ def _entry(
         "peak_bytes": peaks,
         "peak_activation_bytes": [rank.peak_activation_bytes for rank in outcome.ranks],
         "host_bytes": list(outcome.host_bytes),
-        "saved": 1.0 - held / kept if kept else 0.0,
+        "saved": 1.0 - peak_bytes / keep_bytes if keep_bytes else 0.0,
         "fits": case.limit_bytes is None or max(peaks) <= case.limit_bytes,
         "counters": dict(outcome.plan.counters or {}),
         "segments": _segments(case, outcome),
@@ -206,15 +206,15 @@ def _head(answer: dict[str, Any]) -> str:
 def _comparison(answer: dict[str, Any]) -> str:
     rows = [
         (
-            each["policy"],
-            max(each["peak_bytes"]) / MIB,
-            max(each["host_bytes"]) / MIB,
-            100 * each["saved"],
-            each["step_s"] * 1e3,
-            100 * (each["overhead"] or 0.0),
-            "yes" if each["fits"] else "no",
+            choice["policy"],
+            max(choice["peak_bytes"]) / MIB,
+            max(choice["host_bytes"]) / MIB,
+            100 * choice["saved"],
+            choice["step_s"] * 1e3,
+            100 * (choice["overhead"] or 0.0),
+            "yes" if choice["fits"] else "no",
         )
-        for each in answer["choices"]
+        for choice in answer["choices"]
     ]
     lines = [table(POLICY_COLUMNS, rows, title=_head(answer))]
     return "\n".join([*lines, *(f"{name}: {why}" for name, why in answer["refused"].items())])

@@ -1,4 +1,4 @@
-"""`gems partition`: where each method cuts the configured model, what ranks then hold, or the largest that trains."""
+"""`gems partition`: cut the model by each method, with the ranks' bytes, or find the largest one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def show_partition(spec: RunSpec, options: Options) -> int:
         evaluated = compare(case, spec.partition.objective, spec.partition.budget_s)
     else:
         evaluated = [evaluate(case, draft.partition(draft.lowered))]
-    entries = [_entry(case, each, evaluated[0], spec.parallel.global_batch) for each in evaluated]
+    entries = [_entry(case, item, evaluated[0], spec.parallel.global_batch) for item in evaluated]
     answer = case_facts(case.profile, case.schedule) | {
         "stages": case.num_stages,
         "layers": case.profile.num_layers,
@@ -49,12 +49,12 @@ def show_partition(spec: RunSpec, options: Options) -> int:
     if picture is not None:
         layers = [
             {
-                "name": each.name,
-                "time_s": each.time_s,
-                "param_bytes": each.param_bytes,
-                "stash_bytes": each.kept_bytes,
+                "name": item.name,
+                "time_s": item.time_s,
+                "param_bytes": item.param_bytes,
+                "stash_bytes": item.kept_bytes,
             }
-            for each in case.profile.layers
+            for item in case.profile.layers
         ]
         drawn = {**answer, "methods": entries, "drawn_layers": layers}
         answer["picture"] = draw("partition", drawn, picture)
@@ -73,24 +73,24 @@ def _entry(
     `peak_bytes` are those allocated, `reserved_bytes` what torch's allocator would take from a GPU
     to serve them.
     """
-    found = evaluated.partition
+    partition = evaluated.partition
     step_s = evaluated.step_s
-    is_exact = found.method == "exact"
+    is_exact = partition.method == "exact"
     return {
-        "method": found.method,
-        "boundaries": list(found.boundaries),
+        "method": partition.method,
+        "boundaries": list(partition.boundaries),
         "layers_per_stage": list(evaluated.layers_per_stage),
         "peak_bytes": list(evaluated.peak_bytes),
-        "reserved_bytes": list(case.reserved_bytes(found.boundaries)),
+        "reserved_bytes": list(case.reserved_bytes(partition.boundaries)),
         "step_s": step_s,
         "images_per_s": batch / step_s if step_s else None,
-        "optimal": found.is_optimal,
-        "bound": found.bound if is_exact else None,
-        "gap": found.gap if is_exact else None,
-        "solve_s": found.solve_s,
+        "optimal": partition.is_optimal,
+        "bound": partition.bound if is_exact else None,
+        "gap": partition.gap if is_exact else None,
+        "solve_s": partition.solve_s,
         "peak_ratio": max(evaluated.peak_bytes) / max(1, max(ours.peak_bytes)),
         "time_ratio": step_s / ours.step_s if ours.step_s else None,
-        **({"facts": found.facts} if found.facts else {}),
+        **({"facts": partition.facts} if partition.facts else {}),
     }
 
 
@@ -113,24 +113,24 @@ def _table(answer: dict[str, Any], entries: Sequence[dict[str, Any]]) -> str:
     }
     rows = [
         (
-            each["method"],
-            max(each["peak_bytes"]) / MIB,
-            each["peak_ratio"],
-            max(each["reserved_bytes"]) / MIB,
-            each["step_s"] * 1e3,
-            each["time_ratio"],
-            each["solve_s"],
-            _proof(each),
+            entry["method"],
+            max(entry["peak_bytes"]) / MIB,
+            entry["peak_ratio"],
+            max(entry["reserved_bytes"]) / MIB,
+            entry["step_s"] * 1e3,
+            entry["time_ratio"],
+            entry["solve_s"],
+            _proof(entry),
         )
-        for each in entries
+        for entry in entries
     ]
     lines = [table(columns, rows, title=head)]
-    for each in entries:
+    for entry in entries:
         lines += [
-            f"{each['method']}: layers a stage {' '.join(map(str, each['layers_per_stage']))}",
+            f"{entry['method']}: layers a stage {' '.join(map(str, entry['layers_per_stage']))}",
             (
-                f"{'':<{len(each['method'])}}  MiB a rank"
-                f" {' '.join(f'{p / MIB:.1f}' for p in each['peak_bytes'])}"
+                f"{'':<{len(entry['method'])}}  MiB a rank"
+                f" {' '.join(f'{p / MIB:.1f}' for p in entry['peak_bytes'])}"
             ),
         ]
     return "\n".join(lines)
@@ -157,7 +157,7 @@ def _show_largest(spec: RunSpec, axis: str, as_json: bool) -> int:
 
     if axis == RESOLUTION:
         take_in_this_process()
-    found = max_model_sizes(growth, tuple(METHODS), build_case)
+    sizes = max_model_sizes(growth, tuple(METHODS), build_case)
     strips = largest_image(spec) if axis == RESOLUTION else None
     print(file=sys.stderr)
     answer: dict[str, Any] = {
@@ -169,27 +169,27 @@ def _show_largest(spec: RunSpec, axis: str, as_json: bool) -> int:
         "limit_bytes": spec.machine.device_bytes,
         "methods": [
             {
-                "method": each.method,
-                axis: each.value,
-                "num_parameters": each.num_parameters,
-                "peak_bytes": each.peak_bytes,
+                "method": size.method,
+                axis: size.value,
+                "num_parameters": size.num_parameters,
+                "peak_bytes": size.peak_bytes,
             }
-            for each in found
+            for size in sizes
         ],
         "parameters_over": {
-            each.method: {
-                "parameters": _over(found[0].num_parameters, each.num_parameters),
-                "value": _over(found[0].value, each.value),
+            size.method: {
+                "parameters": _over(sizes[0].num_parameters, size.num_parameters),
+                "value": _over(sizes[0].value, size.value),
             }
-            for each in found
-            if each.method in PEERS
+            for size in sizes
+            if size.method in PEERS
         },
         **({"strips": asdict(strips)} if strips else {}),
     }
     if as_json:
         print_json(answer)
     else:
-        print(_largest_table(answer, found, strips))
+        print(_largest_table(answer, sizes, strips))
     return 0
 
 
@@ -204,14 +204,14 @@ def _largest_table(
     ours = found[0]
     rows = [
         (
-            each.method,
-            each.value,
-            each.num_parameters,
-            each.peak_bytes / GIB,
-            _over(each.value, ours.value),
-            _over(each.num_parameters, ours.num_parameters),
+            row.method,
+            row.value,
+            row.num_parameters,
+            row.peak_bytes / GIB,
+            _over(row.value, ours.value),
+            _over(row.num_parameters, ours.num_parameters),
         )
-        for each in found
+        for row in found
     ]
     columns = {
         "method": "",

@@ -1,4 +1,4 @@
-"""`gems place`: on which devices the operators of the configured model run, and what that gains."""
+"""`gems place`: place the operators of the configured model on devices, with the gain."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def show_dlplacer(spec: RunSpec, options: Options) -> int:
     picture = picture_path(options)
     subject = Subject.of(spec)
     method = options.chosen.get("--method", "auto")
-    found = place_operators(subject, num_devices, spec.partition.budget_s, spec.seed, method)
-    answer = _answer(subject, found)
+    placement = place_operators(subject, num_devices, spec.partition.budget_s, spec.seed, method)
+    answer = _answer(subject, placement)
     if picture is not None:
         answer["picture"] = draw("placement", answer, picture)
     if options.json:
@@ -128,7 +128,7 @@ def _table(answer: dict[str, Any]) -> str:
         for row in answer["placement"]
     ]
     busy = " ".join(f"{1e3 * busy_s:.2f}" for busy_s in answer["busy_s"])
-    held = " ".join(f"{held_bytes / MIB:.0f}" for held_bytes in answer["held_bytes"])
+    memory_mib = " ".join(f"{held_bytes / MIB:.0f}" for held_bytes in answer["held_bytes"])
     proof = (
         "optimal"
         if answer["optimal"]
@@ -137,7 +137,7 @@ def _table(answer: dict[str, Any]) -> str:
     lines = [
         table(COLUMNS, rows, title=head),
         (
-            f"busy ms a device {busy}, holds MiB {held}, {answer['messages']} messages of "
+            f"busy ms a device {busy}, holds MiB {memory_mib}, {answer['messages']} messages of "
             f"{answer['moved_bytes'] / MIB:.1f} MiB in all"
         ),
         (

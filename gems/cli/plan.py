@@ -45,14 +45,14 @@ COLUMNS = {
 def show_plan(spec: RunSpec, options: Options) -> int:
     """Print the best configurations on parallel.gpus GPUs (by default those of the run), best first.
 
-    --global-batch gives the images of a step (by default the run's own), and with --epochs FILE
-    several of them, which are then compared by the time to the target. --top is how many are
-    printed, --budget how many seconds the search may take, --write FILE writes the first as an
-    experiment. --strips also tries the best in strips, for two minutes at most. --hybrid compares
-    data with model parallelism instead.
+    --global-batch sets the images of a step (by default the run's own); several values, with
+    --epochs FILE, are compared by the time to the target. --top limits the printed rows and
+    --budget the seconds of the search. --write FILE writes the first one as an experiment. --strips
+    also tries the best ones in strips, for two minutes at most. --hybrid compares data with model
+    parallelism instead.
 
     Raises:
-        ConfigError: an option that cannot be, a batch that does not divide, or a profile that
+        ConfigError: An option that cannot be, a batch that does not divide, or a profile that
         cannot be had. DoesNotFitError: no configuration fits; the line says what would.
     """
     if not spec.parallel.num_strips:
@@ -78,19 +78,19 @@ def show_plan(spec: RunSpec, options: Options) -> int:
     if path is not None:
         check_experiment(path)
     planner = Planner(spec, spec.memory.limit_bytes or spec.machine.device_bytes, epochs)
-    answer, found = fastest(
+    answer, plans = fastest(
         planner, batches, num_best, budget_s, in_strips if STRIPS in options.flags else None
     )
     confidence = confidence_of(Subject.of(spec))
     answer["is_calibrated"] = confidence.is_calibrated
-    answer["step_range_s"] = confidence.range_s(found.best[0].step_s)
+    answer["step_range_s"] = confidence.range_s(plans.best[0].step_s)
     if path is not None:
         answer["experiment"] = str(path)
-        _write(path, planner, found.best[0], answer["gpus"])
+        _write(path, planner, plans.best[0], answer["gpus"])
     if options.json:
         print_json(answer)
         return 0
-    print(_table(answer, found, spec.machine.noise > 0))
+    print(_table(answer, plans, spec.machine.noise > 0))
     print(f"step times are {confidence.words}")
     if path is not None:
         print(

@@ -45,12 +45,12 @@ def show_hybrid(spec: RunSpec, options: Options) -> int:
     """Print a row for each number of devices, where hybrid begins to win, and the inputs.
 
     Raises:
-        ConfigError: an option's file or value that cannot be read, or nothing that is known and
+        ConfigError: An option's file or value that cannot be read, or nothing that is known and
         fits.
     """
     chosen = options.chosen
     parallel = spec.parallel
-    given = inputs.read_epochs(Path(chosen[inputs.EPOCHS])) if inputs.EPOCHS in chosen else None
+    epochs = inputs.read_epochs(Path(chosen[inputs.EPOCHS])) if inputs.EPOCHS in chosen else None
     speedups = inputs.read_speedups(chosen[inputs.SPEEDUP]) if inputs.SPEEDUP in chosen else None
     most = parallel.gpus or MAX_DEVICES
     wanted = sorted(speedups or {*WAYS, parallel.partitions} - {1})
@@ -64,14 +64,14 @@ def show_hybrid(spec: RunSpec, options: Options) -> int:
     alone_s = steps[1].step_s
     case = HybridCase(
         float((parallel.micro_batches or 1) * parallel.micro_batch_size),
-        EQUAL_EPOCHS if given is None else given.law,
+        EQUAL_EPOCHS if epochs is None else epochs.law,
         speedups
         or {
             ways: Quantity.exact(alone_s / step.step_s) for ways, step in steps.items() if ways > 1
         },
         efficiency,
         Quantity.exact(alone_s),
-        (None if given is None else given.num_samples) or spec.data.train_samples,
+        (None if epochs is None else epochs.num_samples) or spec.data.train_samples,
         {ways: step.misfit for ways, step in steps.items() if step.misfit is not None},
     )
     plan = plan_hybrid(case, device_counts(case.degrees, most), seed=spec.seed)
@@ -88,8 +88,8 @@ def show_hybrid(spec: RunSpec, options: Options) -> int:
         "time_unit": "unit" if is_in_units else "s",
         "worker_batch": case.worker_batch,
         "samples_per_epoch": case.num_samples,
-        "epochs": None if given is None else inputs.epochs_json(given),
-        "speedups": {str(ways): asdict(each) for ways, each in case.speedups.items()},
+        "epochs": None if epochs is None else inputs.epochs_json(epochs),
+        "speedups": {str(ways): asdict(speedup) for ways, speedup in case.speedups.items()},
         "speedup_source": "simulated" if speedups is None else "given",
         "efficiency_source": source,
         "steps": {str(ways): _step(step) for ways, step in steps.items()},
@@ -115,7 +115,7 @@ def _plan(plan: HybridPlan, samples: int | None, is_in_units: bool) -> dict[str,
             }
             for allocation in plan.allocations
         ],
-        "crossings": [_by_ways(asdict(each)) for each in plan.break_evens],
+        "crossings": [_by_ways(asdict(crossing)) for crossing in plan.break_evens],
         "picks": {
             name: {"devices": choice.devices, **_choice(choice, samples, is_in_units)}
             for name, choice in picks(plan).items()
@@ -188,7 +188,7 @@ def _head(answer: Mapping[str, Any]) -> list[str]:
     else:
         known = f"a table of {len(epochs['runs'])} global batches"
     speedups = ", ".join(
-        f"SU^{ways} {each['value']:.3g}" for ways, each in answer["speedups"].items()
+        f"SU^{ways} {speedup['value']:.3g}" for ways, speedup in answer["speedups"].items()
     )
     return [
         (
@@ -234,8 +234,8 @@ def _crossing(found: Mapping[str, Any]) -> str:
 
 
 def _left_out(answer: Mapping[str, Any]) -> list[str]:
-    """Describe what was left out, each reason once."""
-    found: dict[str, dict[str, None]] = {}
+    """Describe the excluded configurations, each reason once."""
+    reasons: dict[str, dict[str, None]] = {}
     for row in answer["rows"]:
         for ways, why in row["left_out"].items():
             fits = answer["steps"].get(ways, {"fits": True})["fits"]
@@ -244,6 +244,6 @@ def _left_out(answer: Mapping[str, Any]) -> list[str]:
                 if fits
                 else f"N x {ways}, which does not fit"
             )
-            found.setdefault(why, {})[name] = None
-    found |= {why: {f"N x {ways}": None} for ways, why in answer["refused"].items()}
-    return [f"left out {', '.join(names)}: {why}" for why, names in found.items()]
+            reasons.setdefault(why, {})[name] = None
+    reasons |= {why: {f"N x {ways}": None} for ways, why in answer["refused"].items()}
+    return [f"left out {', '.join(names)}: {why}" for why, names in reasons.items()]

@@ -1,4 +1,4 @@
-"""`gems predict`: what a run's weights say of images, as a table, and as maps of pixels."""
+"""`gems predict`: apply a run's weights to images; write a table, and maps of pixels."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ SLIDE = "slide"
 
 
 def predict(words: Sequence[str], options: Options) -> int:
-    """Write what the weights of a run say of the images of --input, or of its validation split, to the folder of --out.
+    """Predict the images of --input, or of the validation split, and write to the folder of --out.
 
     Raises:
-        ConfigError: no run, no weights, no image, one that cannot be read, or a folder that holds
+        ConfigError: No run, no weights, no image, one that cannot be read, or a folder that holds
         files. RankFailedError: a rank ended before all was written.
     """
-    given = options.chosen.get("--input")
+    pattern = options.chosen.get("--input")
     inputs = (
         []
-        if given is None
-        else [given, *(word for word in words[1:] if "=" not in word or Path(word).exists())]
+        if pattern is None
+        else [pattern, *(word for word in words[1:] if "=" not in word or Path(word).exists())]
     )
     out = Path(options.chosen.get("--out", "predictions")).absolute()
     weights = options.chosen.get("--weights", LAST)
@@ -71,13 +71,13 @@ def predict(words: Sequence[str], options: Options) -> int:
             check_files(files, spec.data)
         make_folder(out)
         request = {"out": str(out), "classes": classes}
-        found = run_program(
+        result = run_program(
             spec, EVALUATE, "predict", request, timeout_s=None, needs_labels=False, trains=False
         )
     if options.json:
-        print_json({"run": str(path), **found})
+        print_json({"run": str(path), **result})
     else:
-        print("\n".join(f"{key.replace('_', ' '):12}  {value}" for key, value in found.items()))
+        print("\n".join(f"{key.replace('_', ' '):12}  {value}" for key, value in result.items()))
     return 0
 
 
@@ -85,18 +85,18 @@ def input_files(inputs: Sequence[str], suffixes: Collection[str]) -> list[Path]:
     """Return the files that are named, those of named folders with one of the suffixes, and those that patterns match.
 
     Raises:
-        ConfigError: no such file, or a folder or pattern without any.
+        ConfigError: No such file, or a folder or pattern without any.
     """
-    found: list[Path] = []
+    images: list[Path] = []
     for text in inputs:
         path = expanded("--input", text)
         if path.is_dir():
-            files = [each for each in files_below(path) if each.suffix.lower() in suffixes]
+            files = [file for file in files_below(path) if file.suffix.lower() in suffixes]
         elif path.exists():
             files = [path]
         else:
             files = sorted(
-                Path(each) for each in glob.glob(str(path), recursive=True) if Path(each).is_file()
+                Path(file) for file in glob.glob(str(path), recursive=True) if Path(file).is_file()
             )
         if not files:
             what = (
@@ -107,15 +107,15 @@ def input_files(inputs: Sequence[str], suffixes: Collection[str]) -> list[Path]:
             raise ConfigError(
                 "--input", text, what, "name images, folders of images, or a pattern as '*.png'"
             )
-        found += [each.absolute() for each in files]
-    return list(dict.fromkeys(found))
+        images += [file.absolute() for file in files]
+    return list(dict.fromkeys(images))
 
 
 def check_files(files: Sequence[Path], data: DataConfig) -> None:
-    """Check what the files say of themselves, without their pixels.
+    """Check the headers of the files, without reading pixels.
 
     Raises:
-        ConfigError: one that cannot be read, or would be misread.
+        ConfigError: One that cannot be read, or would be misread.
     """
     for path in files:
         check_header(path, data)
@@ -125,18 +125,18 @@ def write_list(path: Path, files: Sequence[Path], data: DataConfig) -> None:
     """Write a line for each image; of slides a table in which all have one label."""
     with path.open("w", newline="") as file:
         if data.name != SLIDE:
-            file.writelines(f"{each}\n" for each in files)
+            file.writelines(f"{image}\n" for image in files)
             return
         table = csv.writer(file)
         table.writerow([data.image_column, "label", "split"])
-        table.writerows([each, next(iter(data.class_map), "0"), "validation"] for each in files)
+        table.writerows([image, next(iter(data.class_map), "0"), "validation"] for image in files)
 
 
 def unlabelled(data: DataConfig, seed: int, listed: Path) -> DataConfig:
-    """Return the data of a run with the images of a list in place of its own, read and normalised alike.
+    """Return the data of a run with other images, which are read and normalised alike.
 
     Raises:
-        ConfigError: the run's samples are not images, or are read by the user's own code.
+        ConfigError: The run's samples are not images, or are read by the user's own code.
     """
     if data.target is not None or kind_of(data) != IMAGES:
         what = (
@@ -159,24 +159,24 @@ def unlabelled(data: DataConfig, seed: int, listed: Path) -> DataConfig:
     else:
         unread = set(find_source(data).keys) - set(KEYS)
         changes |= {"name": UNLABELLED, "path": str(listed)}
-    kept = {
+    options = {
         field.name: getattr(data, field.name) for field in fields(data) if field.name not in unread
     }
-    made = DataConfig(**kept | changes)
+    config = DataConfig(**options | changes)
     dataset = (
         open_dataset(data, seed) if data.normalization == "computed" and data.mean is None else None
     )
     if not isinstance(dataset, ImageDataset):
-        return made
+        return config
     mean, deviation = (part.ravel().tolist() for part in dataset.statistics())
-    return replace(made, normalization="none", mean=mean, std=deviation)
+    return replace(config, normalization="none", mean=mean, std=deviation)
 
 
 def make_folder(out: Path) -> None:
-    """Make the folder of predictions.
+    """Create the folder of predictions.
 
     Raises:
-        ConfigError: it cannot be made, or holds files already.
+        ConfigError: It cannot be made, or holds files already.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -61,12 +61,12 @@ def extrapolated(data: DataConfig, size: int, points: Sequence[ModelProfile]) ->
     """Return the profile at a run's resolution and micro-batch, from profiles of its model at others.
 
     Raises:
-        ConfigError: fewer than two sizes, or points of different models.
+        ConfigError: Fewer than two sizes, or points of different models.
     """
     from gems.profile.scaling import extrapolate
 
-    found = extrapolate(points, data.sides, size)
-    error = found.facts["error"]
+    profile = extrapolate(points, data.sides, size)
+    error = profile.facts["error"]
     said = (
         "not known: it takes three sizes"
         if error is None
@@ -76,7 +76,7 @@ def extrapolated(data: DataConfig, size: int, points: Sequence[ModelProfile]) ->
         )
     )
     print(f"gems: extrapolated from {len(points)} profiles; error {said}", file=sys.stderr)
-    return found
+    return profile
 
 
 def _write_hdf5(profile: ModelProfile, path: Path) -> None:
@@ -94,10 +94,10 @@ def _write_hdf5(profile: ModelProfile, path: Path) -> None:
 
 
 def whole_peak_bytes(profile: ModelProfile) -> int:
-    """Return what the unsplit model holds at most on one device for one micro-batch, by the sum over its layers.
+    """Return the peak bytes of the unsplit model on one device for one micro-batch.
 
-    Parameters and their gradients, buffers, images, activations, transient tensors; the optimizer's
-    state is not in it.
+    The sum over its layers has parameters, their gradients, buffers, images, activations and
+    transient tensors, but no optimizer state.
     """
     spans = Spans(profile)
     end = profile.num_layers

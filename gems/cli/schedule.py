@@ -33,26 +33,26 @@ def show_schedule(spec: RunSpec, options: Options) -> int:
     the compute actions as the CSV that torch.distributed.pipelining loads.
 
     Raises:
-        ConfigError: counts or a cap that the family cannot serve, or a format that cannot say the
+        ConfigError: Counts or a cap that the family cannot serve, or a format that cannot say the
         schedule. ScheduleError: a schedule that would not run; its grid with the fault marked is on
         stderr.
     """
     with draw_faults():
         plan = evaluate(spec, runs=False)
-        made = compute_only(plan.schedule)
+        shown = compute_only(plan.schedule)
         costs = plan.memory.costs.in_units(plan.costs.unit_s, 1.0)
         lowered = plan.schedule
     if TORCH in options.flags:
-        print(to_torch_csv(made), end="")
+        print(to_torch_csv(shown), end="")
         return 0
     if options.json:
-        document = to_json(lowered if LOWERED in options.flags else made)
+        document = to_json(lowered if LOWERED in options.flags else shown)
         print_json(document | {"costs": asdict(costs)})
         return 0
-    has_segments = any(made.num_segments)
+    has_segments = any(shown.num_segments)
     if LOWERED in options.flags or has_segments:  # segments are too many for a grid
         for rank, actions in enumerate(
-            (lowered if LOWERED in options.flags else made).rank_schedules
+            (lowered if LOWERED in options.flags else shown).rank_schedules
         ):
             print(f"rank {rank:>4} | " + " ".join(map(str, actions)))
         return 0
@@ -62,8 +62,8 @@ def show_schedule(spec: RunSpec, options: Options) -> int:
     unit = "s" if is_profiled else "units"
     print(drawn(lowered, costs, step, is_profiled))
     print(
-        f"{made.name}: {made.num_ranks} ranks x {spec.parallel.replicas} replicas,"
-        f" {made.num_stages} stages, {made.num_micro_batches} micro-batches, step {step.span:g}"
+        f"{shown.name}: {shown.num_ranks} ranks x {spec.parallel.replicas} replicas,"
+        f" {shown.num_stages} stages, {shown.num_micro_batches} micro-batches, step {step.span:g}"
         f" {unit} (forward {cost.forward:g}, backward {cost.input_grad + cost.weight_grad:g}),"
         f" efficiency {step.efficiency:.3f}, peak {max(step.peak):g} micro-batches of activations"
     )

@@ -21,24 +21,28 @@ PARTS = ("useful", "recompute", "link_wait", "input_wait", "reduce", "optimizer"
 def show_simulation(spec: RunSpec, options: Options) -> int:
     """Print the prediction for a resolved run: a grid and tables, or one object as JSON."""
     with draw_faults():
-        found = simulate(spec)
-    answer = found.to_json()
+        prediction = simulate(spec)
+    answer = prediction.to_json()
     if options.json:
         print_json(answer)
         return 0
-    schedule = found.schedule
+    schedule = prediction.schedule
     if schedule.num_ranks <= MAX_RANK_ROWS and not any(schedule.num_segments):
-        print(drawn(schedule, found.costs, found.step, is_profiled=found.run.cost.from_layers))
-    print(_summary(answer, assumed(found), found.confidence, found.launch_costs))
+        print(
+            drawn(
+                schedule,
+                prediction.costs,
+                prediction.step,
+                is_profiled=prediction.run.cost.from_layers,
+            )
+        )
+    print(_summary(answer, assumed(prediction), prediction.confidence, prediction.launch_costs))
     print(_rank_table(answer))
     return 0
 
 
 def assumed(found: Prediction) -> str:
-    """Return in words what the bound holds for.
-
-    The orders, what may become of activations, and the links.
-    """
+    """Describe the assumptions of the bound: orders, treatment of activations, and links."""
     run = found.run
     schedule = found.schedule
     if is_searched(schedule.name):
@@ -84,7 +88,7 @@ def _summary(
         least, most = answer["step_range_s"]
         step = f"{least:.3g} to {most:.3g}"
         images = " to ".join(
-            f"{answer['images_per_s'] * answer['step_s'] / each:.3g}" for each in (most, least)
+            f"{answer['images_per_s'] * answer['step_s'] / bound:.3g}" for bound in (most, least)
         )
     strips = f"{answer['strips']} strips" if answer["strips"] > 1 else ""
     most = answer["bound_any_strips"]

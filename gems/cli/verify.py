@@ -17,10 +17,10 @@ def verify(spec: RunSpec, options: Options) -> int:
     Exit code 1 if it is too large, or if a rank's bytes are not those predicted.
 
     Raises:
-        RankFailedError: a rank ended before the comparison was done.
+        RankFailedError: A rank ended before the comparison was done.
     """
-    found = verify_run(spec)
-    is_wrong = int(not (found.is_equal and found.has_predicted_bytes))
+    verification = verify_run(spec)
+    is_wrong = int(not (verification.is_equal and verification.has_predicted_bytes))
     if options.json:
         print_json(
             {
@@ -30,28 +30,33 @@ def verify(spec: RunSpec, options: Options) -> int:
                 "micro_batches": spec.parallel.micro_batches,
                 "model": title_of(spec.model),
                 "steps": steps_of(spec.train.precision),
-                **asdict(found),
+                **asdict(verification),
             }
         )
         return is_wrong
     print(
         f"{spec.schedule.name}, {spec.parallel.partitions} partitions x {spec.parallel.replicas}"
-        f" replicas: {'equal' if found.is_equal else 'DIFFERENT'}, max relative error"
-        f" {found.max_rel_error:.2e} in {found.dtype} ({found.worst})"
+        f" replicas: {'equal' if verification.is_equal else 'DIFFERENT'}, max relative error"
+        f" {verification.max_rel_error:.2e} in {verification.dtype} ({verification.worst})"
     )
-    if found.rounding_error:
+    if verification.rounding_error:
         print(
-            f"the last digit of the images alone changes one process by {found.rounding_error:.2e}"
+            f"the last digit of the images alone changes one process by {verification.rounding_error:.2e}"
         )
-    held, predicted = (
+    peaks, predicted = (
         " ".join(map(str, sizes))
-        for sizes in (found.peak_activation_bytes, found.predicted_activation_bytes or ())
+        for sizes in (
+            verification.peak_activation_bytes,
+            verification.predicted_activation_bytes or (),
+        )
     )
-    agreement = f"{'predicted' if found.has_predicted_bytes else 'PREDICTED'} {predicted}"
-    if found.peak_activation_bytes == found.predicted_activation_bytes:
+    agreement = f"{'predicted' if verification.has_predicted_bytes else 'PREDICTED'} {predicted}"
+    if verification.peak_activation_bytes == verification.predicted_activation_bytes:
         agreement = "as predicted"
-    beside = "" if found.predicted_activation_bytes is None else f", {agreement}"
-    print(f"activations at most, bytes by rank: {held}{beside}")
-    if found.unsplit_layers:
-        print(f"full backward at I, because it cannot be split: {', '.join(found.unsplit_layers)}")
+    beside = "" if verification.predicted_activation_bytes is None else f", {agreement}"
+    print(f"activations at most, bytes by rank: {peaks}{beside}")
+    if verification.unsplit_layers:
+        print(
+            f"full backward at I, because it cannot be split: {', '.join(verification.unsplit_layers)}"
+        )
     return is_wrong

@@ -72,7 +72,7 @@ class Verification:
         tolerance = BYTES_TOLERANCE if self.is_on_gpu else 0.0
         predicted = self.predicted_activation_bytes or self.peak_activation_bytes
         pairs = zip(self.peak_activation_bytes, predicted, strict=True)
-        return all(abs(held - expected) <= tolerance * expected for held, expected in pairs)
+        return all(abs(counted - expected) <= tolerance * expected for counted, expected in pairs)
 
 
 def steps_of(precision: str) -> int:

@@ -97,16 +97,16 @@ def linear_map(
     `weight` (out_features, in_features) and `bias` are parameters, or rows of parameters.
     """
     parameters = [weight] if bias is None else [weight, bias]
-    found = [Target.from_tensor(parameter) for parameter in parameters]
+    all_targets = [Target.from_tensor(parameter) for parameter in parameters]
     is_plain = weight.is_contiguous() and weight.dim() == 2 and x.dim() >= 2 and x.numel() > 0
-    if None in found or not is_plain or x.is_complex():
+    if None in all_targets or not is_plain or x.is_complex():
         return None
-    targets = [
+    trained = [
         target
-        for target, parameter in zip(found, parameters, strict=True)
+        for target, parameter in zip(all_targets, parameters, strict=True)
         if target and parameter.requires_grad
     ]
-    return _apply_linear(x, weight, bias, (deferred, name, targets))
+    return _apply_linear(x, weight, bias, (deferred, name, trained))
 
 
 def linear(deferred: DeferredGradients, name: str, module: Any, x: Tensor) -> Tensor | None:
