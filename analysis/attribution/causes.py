@@ -150,7 +150,8 @@ def attribute(trace: Trace) -> Attribution:
     causes = _by_rank(lost, own)
     copies = trace.world_size // ranks_written(trace)
     lost_s, own_s = (
-        {cause: tuple(each[cause].tolist()) * copies for cause in CAUSES} for each in (causes, own)
+        {cause: tuple(seconds[cause].tolist()) * copies for cause in CAUSES}
+        for seconds in (causes, own)
     )
     return Attribution(
         trace.source,
@@ -166,7 +167,7 @@ def attribute(trace: Trace) -> Attribution:
 
 
 def _by_rank(lost: dict[str, float], own: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return what each rank lost by each cause, from the run's loss and what each rank spent."""
+    """Return the loss of each rank by each cause, from the run's loss and the rank's time."""
     # A rank loses what it spent beyond the mean. In return it waited less; this is subtracted from
     # the causes of waiting.
     beyond = {cause: own[cause] - own[cause].mean() for cause in CAUSES}
@@ -230,8 +231,8 @@ def nodes_awaiting_memory(graph: Graph) -> np.ndarray:
 # nodes whose lag is charged to the host
 def _with_gaps(graph: Graph) -> np.ndarray:
     acting = graph.of_kinds(*COMPUTE_KINDS, *(COPY_KINDS if graph.copies_block else ()), Kind.STEP)
-    found: np.ndarray = np.append(acting, np.flatnonzero(graph.is_arrival))
-    return np.setdiff1d(found, nodes_awaiting_memory(graph))
+    nodes: np.ndarray = np.append(acting, np.flatnonzero(graph.is_arrival))
+    return np.setdiff1d(nodes, nodes_awaiting_memory(graph))
 
 
 def _own(

@@ -211,7 +211,7 @@ def _exposed(graph: Graph, table: np.ndarray, ready: np.ndarray) -> tuple[np.nda
     waits_itself = graph.of_kinds(*WAIT_KINDS)
     until = ready.copy()
     until[waits_itself] = table[waits_itself]
-    left = np.clip(until - free, 0.0, None)
+    exposed = np.clip(until - free, 0.0, None)
     blocks = np.zeros(graph.num_nodes, dtype=bool)
     blocks[graph.of_kinds(*COMPUTE_KINDS, *WAIT_KINDS)] = True
     found = []
@@ -222,8 +222,8 @@ def _exposed(graph: Graph, table: np.ndarray, ready: np.ndarray) -> tuple[np.nda
         users = users[is_blocked]
         needs = needs[is_blocked]
         waited = np.minimum(until[users], table[needs]) - np.maximum(free[users], departed[needs])
-        waited = np.minimum(np.clip(waited, 0.0, None), left[users])
-        left[users] -= waited
+        waited = np.minimum(np.clip(waited, 0.0, None), exposed[users])
+        exposed[users] -= waited
         np.add.at(waits, graph.rank[users], waited)
         found.append(waits)
     return found[0], found[1]

@@ -34,13 +34,13 @@ def undisturbed_times(trace: Trace, graph: Graph, work_s: np.ndarray) -> tuple[n
     scaled to their ratio. Without a profile, a rank that is always slow counts as a slow stage.
     """
     places = graph.of_kinds(*COMPUTE_KINDS)
-    found = np.zeros(graph.num_nodes)
+    times_s = np.zeros(graph.num_nodes)
     if trace.source != "measured" and trace.run_yaml:
         spec = RunSpec.from_dict(read_document(trace.run_yaml))
         costs = RunCosts.of(spec).stages(graph.schedule.placement)
         if graph.schedule.num_stages == costs.num_stages and not costs.segments:
-            found[places] = [costs.time(graph.actions[place]) for place in places]
-            return found, COSTS
+            times_s[places] = [costs.time(graph.actions[place]) for place in places]
+            return times_s, COSTS
     runs: dict[Part, dict[int, list[int]]] = {}
     for place in places:
         action = graph.actions[place]
@@ -48,13 +48,13 @@ def undisturbed_times(trace: Trace, graph: Graph, work_s: np.ndarray) -> tuple[n
         runs.setdefault(part, {}).setdefault(int(graph.rank[place]), []).append(int(place))
     has_peers = work_s.shape[1] > 1 or all(len(ranks) > 1 for ranks in runs.values())
     for ranks in runs.values():
-        medians = [np.median(work_s[mine], axis=(0, 2)).min() for mine in ranks.values()]
-        for mine in ranks.values():
-            found[mine] = min(medians)
+        medians = [np.median(work_s[nodes], axis=(0, 2)).min() for nodes in ranks.values()]
+        for nodes in ranks.values():
+            times_s[nodes] = min(medians)
     if has_peers:
-        return found, PEERS
-    scales = _scales(trace, graph, found)
-    return (found, OWN) if scales is None else (found * scales[graph.rank], PROFILE)
+        return times_s, PEERS
+    scales = _scales(trace, graph, times_s)
+    return (times_s, OWN) if scales is None else (times_s * scales[graph.rank], PROFILE)
 
 
 def _scales(trace: Trace, graph: Graph, own_s: np.ndarray) -> np.ndarray | None:
@@ -99,7 +99,7 @@ def balanced(graph: Graph, times_s: np.ndarray) -> np.ndarray:
     Each kind of useful compute is averaged separately; the segments of a stage keep their shares.
     Recomputation takes no time.
     """
-    found = np.zeros_like(times_s)
+    balanced_s = np.zeros_like(times_s)
     for kind in USEFUL:
         places = graph.of_kinds(kind)
         segments: dict[int, dict[int | None, float]] = {}
@@ -111,5 +111,5 @@ def balanced(graph: Graph, times_s: np.ndarray) -> np.ndarray:
         for place in places:
             stage = graph.actions[place].stage
             share = times_s[place] / totals[stage] if totals[stage] else 1 / len(segments[stage])
-            found[place] = mean * share
-    return found
+            balanced_s[place] = mean * share
+    return balanced_s

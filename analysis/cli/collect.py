@@ -41,7 +41,7 @@ def collect(path: Path) -> tuple[Loaded, Metrics, dict[str, str]]:
     trace is written.
 
     Raises:
-        ConfigError: no run folder, or none of its parts is readable.
+        ConfigError: No run folder, or none of its parts is readable.
     """
     folder = RunFolder(path)
     spec = folder.read_spec()

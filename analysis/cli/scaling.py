@@ -53,7 +53,7 @@ def write_study(paths: Sequence[Path], out: Path) -> Study:
     The curves of the laws go to scaling-fits.csv.
 
     Raises:
-        ConfigError: a run that cannot be read, or a folder that cannot be written.
+        ConfigError: A run that cannot be read, or a folder that cannot be written.
     """
     points = read_points(paths)
     fits = fit_points(points)

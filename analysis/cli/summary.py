@@ -191,15 +191,15 @@ def _memory_rows(metrics: Metrics, trace: Trace) -> list[Row]:
                     )
                 )
     rows = rows or [("peak, device ledger", UNKNOWN)]
-    held, predicted = (trace.attributes.get(name) for name in (COUNTED, PREDICTED))
-    if held is not None and max(map(int, held), default=0):
-        rank = max(range(len(held)), key=lambda rank: int(held[rank]))
-        unit = bytes_unit([int(held[rank])])
+    counted, predicted = (trace.attributes.get(name) for name in (COUNTED, PREDICTED))
+    if counted is not None and max(map(int, counted), default=0):
+        rank = max(range(len(counted)), key=lambda rank: int(counted[rank]))
+        unit = bytes_unit([int(counted[rank])])
         beside = "" if predicted is None else f"(predicted {unit.show(int(predicted[rank]))}) "
         rows.append(
             (
                 f"peak, activations [{unit.name}]",
-                f"{unit.show(int(held[rank]))} {beside}on rank {rank}",
+                f"{unit.show(int(counted[rank]))} {beside}on rank {rank}",
             )
         )
     return rows

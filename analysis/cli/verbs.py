@@ -1,7 +1,6 @@
-"""The verbs of `gems-analysis`: the functions that each puts together.
+"""The verbs of `gems-analysis`.
 
-Modules are imported by the verb that needs them, so that a verb without pictures does not load
-matplotlib.
+Each verb imports the modules that it needs, so that one without pictures does not load matplotlib.
 """
 
 from __future__ import annotations
@@ -126,15 +125,15 @@ def attribution(words: Words, options: Options) -> None:
     from analysis.plots.figure import save_figure
     from analysis.plots.waterfall import waterfall_figure
 
-    found = attribute(_load(*_paths(words, "PATH")).trace)
+    shares = attribute(_load(*_paths(words, "PATH")).trace)
     files = []
     if (out := options.path("--out")) is not None:
-        save_figure(waterfall_figure(found), out)
-        files = [out, write_csv(attribution_rows(found), out.with_suffix(".csv"))]
+        save_figure(waterfall_figure(shares), out)
+        files = [out, write_csv(attribution_rows(shares), out.with_suffix(".csv"))]
     _print(
         options,
-        {**attribution_dict(found), "files": files},
-        attribution_table(found, "--ranks" in options.flags),
+        {**attribution_dict(shares), "files": files},
+        attribution_table(shares, "--ranks" in options.flags),
         *files,
     )
 
@@ -221,15 +220,15 @@ def report(words: Words, options: Options) -> None:
     for name in PROPOSAL:
         if name in options.chosen and proposal is None:
             raise ConfigError(name, options.chosen[name], "is of a proposal alone", "--proposal")
-    made = build_report(runs, out, proposal)
-    answer = asdict(made)
+    page = build_report(runs, out, proposal)
+    answer = asdict(page)
     if proposal is not None:
         files["csv"] = write_csv(proposal.rows, out.with_name("proposal.csv"))
         answer |= {"gpu_hours": asdict(proposal.gpu_hours), "points": proposal.rows}
         answer |= {name: getattr(proposal, name) for name in ("request", "missing", "method")}
-    _print_notes([*made.notes, *answer.get("missing", ())])
+    _print_notes([*page.notes, *answer.get("missing", ())])
     lines = [] if proposal is None else [proposal.request]
-    _print(options, answer | files, *lines, made.path, *files.values())
+    _print(options, answer | files, *lines, page.path, *files.values())
 
 
 def export(words: Words, options: Options) -> None:
@@ -241,5 +240,5 @@ def export(words: Words, options: Options) -> None:
     runs = find_runs(words, options.path("--runs-dir") or RUNS_DIR)
     if (form := options.chosen.get("--format")) is None:
         raise ConfigError("--format", "none", one_of(FORMATS))
-    made = export_runs(runs, form, options.path("--out"))
-    _print(options, asdict(made), made.path)
+    exported = export_runs(runs, form, options.path("--out"))
+    _print(options, asdict(exported), exported.path)

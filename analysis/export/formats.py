@@ -101,12 +101,12 @@ def thread_numbers(events: np.ndarray) -> np.ndarray:
     It is 100 x the stream of the event, plus a number if the event overlaps with others on the
     stream.
     """
-    found = events["stream"].astype(np.int64) * THREADS
+    threads = events["stream"].astype(np.int64) * THREADS
     for stream in np.unique(events["stream"]).tolist():
-        mine = np.flatnonzero(events["stream"] == stream)
-        mine = mine[np.argsort(events["start_ns"][mine], kind="stable")]
-        starts = events["start_ns"][mine]
-        ends = events["end_ns"][mine]
+        indices = np.flatnonzero(events["stream"] == stream)
+        indices = indices[np.argsort(events["start_ns"][indices], kind="stable")]
+        starts = events["start_ns"][indices]
+        ends = events["end_ns"][indices]
         if not (starts[1:] < ends[:-1]).any():
             continue
         free: list[tuple[int, int]] = [(int(ends[0]), 0)]  # when each thread is free again
@@ -119,8 +119,8 @@ def thread_numbers(events: np.ndarray) -> np.ndarray:
             else:
                 heapreplace(free, (end, thread))
             extra.append(thread)
-        found[mine] += np.minimum(extra, THREADS - 1)
-    return found
+        threads[indices] += np.minimum(extra, THREADS - 1)
+    return threads
 
 
 def _names(rank: int, name: str, threads: list[int]) -> str:
@@ -175,8 +175,8 @@ def _counters(rank: int, events: np.ndarray, origin_ns: int) -> Iterator[str]:
             )
             yield "".join(
                 f',\n{{"name":"{name}","ph":"C","pid":{rank},"ts":{at_us:.3f}'
-                f',"args":{{"bytes":{held}}}}}'
-                for at_us, held in rows
+                f',"args":{{"bytes":{num_bytes}}}}}'
+                for at_us, num_bytes in rows
             )
 
 

@@ -102,7 +102,7 @@ def _strips(parallel: dict[str, Any]) -> int:
     """Return the number of strips of an image, or of blocks in so many rows and columns."""
     parts = parallel.get("strips")
     if isinstance(parts, list):
-        return math.prod(_count({"strips": each}, "strips") or 1 for each in parts)
+        return math.prod(_count({"strips": part}, "strips") or 1 for part in parts)
     return _count(parallel, "strips") or 1
 
 

@@ -103,9 +103,9 @@ def step_window(trace: Trace, step: int | None = None) -> StepWindow:
         whole = trace.steps[np.isin(trace.steps["step"], with_events)]
         counted = whole[whole["is_warmup"] == 0]
         step = next(
-            int(found.max())
-            for found in (counted["step"], whole["step"], with_events)
-            if len(found)
+            int(steps.max())
+            for steps in (counted["step"], whole["step"], with_events)
+            if len(steps)
         )
     if step not in with_events:
         low = int(with_events[0])

@@ -155,13 +155,13 @@ def _energy_j(trace: Trace, starts_ns: np.ndarray, ends_ns: np.ndarray) -> float
     known = trace.samples[np.isfinite(trace.samples["power_w"])]
     total_j = 0.0
     for rank in range(trace.world_size):
-        mine = np.sort(known[known["rank"] == rank], order="t_ns")
-        if len(mine) < 2:
+        samples = np.sort(known[known["rank"] == rank], order="t_ns")
+        if len(samples) < 2:
             return None
         for start_ns, end_ns in zip(starts_ns, ends_ns, strict=True):
-            inside = mine["t_ns"][(mine["t_ns"] > start_ns) & (mine["t_ns"] < end_ns)]
+            inside = samples["t_ns"][(samples["t_ns"] > start_ns) & (samples["t_ns"] < end_ns)]
             at_ns = np.concatenate([[start_ns], inside, [end_ns]])
-            power_w = np.interp(at_ns, mine["t_ns"], mine["power_w"])
+            power_w = np.interp(at_ns, samples["t_ns"], samples["power_w"])
             total_j += float(((power_w[1:] + power_w[:-1]) / 2 * np.diff(at_ns)).sum()) * NS
     return total_j
 
@@ -198,11 +198,13 @@ def stage_mean_s(events: np.ndarray, kind: str) -> float | None:
 
     It is in seconds; return None if there is no such action.
     """
-    mine = events[of_kinds(events, kind)]
-    if not len(mine):
+    chosen = events[of_kinds(events, kind)]
+    if not len(chosen):
         return None
-    duration_ns = mine["end_ns"] - mine["start_ns"]
-    medians = [np.median(duration_ns[mine["stage"] == stage]) for stage in np.unique(mine["stage"])]
+    duration_ns = chosen["end_ns"] - chosen["start_ns"]
+    medians = [
+        np.median(duration_ns[chosen["stage"] == stage]) for stage in np.unique(chosen["stage"])
+    ]
     return float(np.mean(medians)) * NS
 
 
@@ -236,5 +238,6 @@ def _device_peaks(trace: Trace) -> tuple[int | None, ...]:
     if allocated is None:
         return counted
     return tuple(
-        held if peak < 0 else int(peak) for peak, held in zip(allocated, counted, strict=True)
+        counted_peak if peak < 0 else int(peak)
+        for peak, counted_peak in zip(allocated, counted, strict=True)
     )

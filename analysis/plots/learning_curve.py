@@ -28,9 +28,9 @@ def validation_curves(trace: Trace) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     rows = trace.validations
     curves = {}
     for index, name in enumerate(trace.attributes.get("metrics", ())):
-        mine = rows[rows["metric"] == index]
-        if len(mine):
-            curves[str(name)] = mine["step"], mine["value"]
+        curve = rows[rows["metric"] == index]
+        if len(curve):
+            curves[str(name)] = curve["step"], curve["value"]
     return curves
 
 

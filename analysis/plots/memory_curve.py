@@ -108,12 +108,12 @@ def memory_figure(trace: Trace) -> Figure:
 
 def rank_curve(trace: Trace, window: StepWindow, rank: int) -> Curve | None:
     """Return the curve of one rank, starting from the bytes before the step, if it has a ledger."""
-    mine = trace.events[(trace.events["rank"] == rank) & (trace.events["device_bytes"] >= 0)]
-    mine = mine[np.argsort(mine["end_ns"], kind="stable")]
-    inside = mine[mine["step"] == window.step]
+    events = trace.events[(trace.events["rank"] == rank) & (trace.events["device_bytes"] >= 0)]
+    events = events[np.argsort(events["end_ns"], kind="stable")]
+    inside = events[events["step"] == window.step]
     if not len(inside):
         return None
-    before = mine[(mine["step"] < window.step) & (mine["end_ns"] <= inside["end_ns"][0])]
+    before = events[(events["step"] < window.step) & (events["end_ns"] <= inside["end_ns"][0])]
     first_bytes = before["device_bytes"][-1:] if len(before) else inside["device_bytes"][:1]
     time_ns = (
         np.concatenate([[window.start_ns], inside["end_ns"], [window.end_ns]]) - window.start_ns
@@ -128,7 +128,7 @@ def rank_curve(trace: Trace, window: StepWindow, rank: int) -> Curve | None:
 
 
 def thinned(curve: Curve) -> Curve:
-    """Reduce a long curve to what is drawn.
+    """Thin out a long curve for drawing.
 
     Each column of pixels keeps its first, smallest, largest and last bytes.
     """
@@ -139,23 +139,23 @@ def thinned(curve: Curve) -> Curve:
     is_first = np.diff(column[by_bytes], prepend=-1) > 0
     is_last = np.append(is_first[1:], True)
     starts = np.flatnonzero(np.diff(column, prepend=-1) > 0)
-    kept = np.unique(
+    places = np.unique(
         np.concatenate(
             [by_bytes[is_first], by_bytes[is_last], starts, starts[1:] - 1, [len(column) - 1]]
         )
     )
     columns = ("time_ms", "held_bytes", "buffer_bytes", "host_bytes")
-    return replace(curve, **{name: getattr(curve, name)[kept] for name in columns})
+    return replace(curve, **{name: getattr(curve, name)[places] for name in columns})
 
 
 def _draw_curve(axes: Axes, trace: Trace, curve: Curve, unit: Unit) -> None:
     """Draw the curve of a rank, and name the rank and its peaks to the right of the panel."""
     drawn = thinned(curve)
     lines = [f"rank {curve.rank}: peak {_human(curve.peak_bytes)}"]
-    held = drawn.held_bytes / unit.size
+    heights = drawn.held_bytes / unit.size
     below = (drawn.held_bytes - drawn.buffer_bytes) / unit.size
     axes.fill_between(drawn.time_ms, below, step="post", color=AREA_COLOUR, linewidth=0)
-    axes.fill_between(drawn.time_ms, below, held, step="post", color=BUFFER_COLOUR, linewidth=0)
+    axes.fill_between(drawn.time_ms, below, heights, step="post", color=BUFFER_COLOUR, linewidth=0)
     if curve.host_bytes.any():
         host = drawn.host_bytes / unit.size
         axes.step(
@@ -167,11 +167,11 @@ def _draw_curve(axes: Axes, trace: Trace, curve: Curve, unit: Unit) -> None:
             linestyle=HOST_STYLE,
         )
         lines.append(f"host copies {_human(int(curve.host_bytes.max()))}")
-    axes.step(drawn.time_ms, held, where="post", color=CURVE_COLOUR, linewidth=1.0)
-    peak = int(np.argmax(held))
+    axes.step(drawn.time_ms, heights, where="post", color=CURVE_COLOUR, linewidth=1.0)
+    peak = int(np.argmax(heights))
     axes.plot(
         drawn.time_ms[peak],
-        held[peak],
+        heights[peak],
         "o",
         color=PEAK_COLOUR,
         markersize=4,
@@ -181,9 +181,9 @@ def _draw_curve(axes: Axes, trace: Trace, curve: Curve, unit: Unit) -> None:
     parameters = trace.attributes.get("param_bytes", ())
     if curve.rank < len(parameters) and parameters[curve.rank]:
         lines.append(f"beside parameters {_human(int(parameters[curve.rank]))}")
-    mine = trace.samples[trace.samples["rank"] == curve.rank]
+    samples = trace.samples[trace.samples["rank"] == curve.rank]
     for column, name in (("rss_bytes", "resident"), ("device_bytes", "driver")):
-        most = int(mine[column].max(initial=-1))
+        most = int(samples[column].max(initial=-1))
         if most >= 0:
             lines.append(f"{name} {_human(most)}")
     axes.annotate(
@@ -234,9 +234,9 @@ def buffer_bytes(events: np.ndarray, times_ns: np.ndarray) -> np.ndarray:
     for kind, readers in READERS.items():
         messages.append(events[of_kinds(events, kind)])
         until_ns.append(_read_ns(messages[-1], events[of_kinds(events, *readers)]))
-    held = np.concatenate(messages)
-    changed_ns = np.concatenate([held["start_ns"], *until_ns])
-    changes = np.concatenate([held["moved_bytes"], -held["moved_bytes"]])
+    sizes = np.concatenate(messages)
+    changed_ns = np.concatenate([sizes["start_ns"], *until_ns])
+    changes = np.concatenate([sizes["moved_bytes"], -sizes["moved_bytes"]])
     order = np.argsort(changed_ns)
     sums: np.ndarray = np.concatenate([[0], np.cumsum(changes[order])])
     return sums[np.searchsorted(changed_ns[order], times_ns, side="right")]

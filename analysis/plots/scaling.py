@@ -71,20 +71,24 @@ def scaling_figure(points: Sequence[Point], fits: Sequence[Fit] = ()) -> Figure:
     lines = list(dict.fromkeys(point.line for point in points))
     laws = {fit.line: fit for fit in fits}
     for place, line in enumerate(lines):
-        mine = [point for point in points if point.line == line]
+        line_points = [point for point in points if point.line == line]
         colour = LINE_COLOURS[place % len(LINE_COLOURS)]
         base = bases[line]
         fit = laws.get(line)
         # in capability scaling the images of the points differ, so one line of images/s would
         # mislead
         if kind != "capability":
-            largest = max(*(point.ranks for point in mine), fit.law.limit_ranks if fit else 0)
+            largest = max(
+                *(point.ranks for point in line_points), fit.law.limit_ranks if fit else 0
+            )
             span = np.array([base.ranks, largest])
             rate.plot(
                 span, span / base.rank_s_per_image, color=colour, linewidth=0.8, linestyle=":"
             )
-        draw_points(rate, {point: point.images_per_s_interval for point in mine}, colour, kind)
-        shares = {point: point.efficiency_interval(base) for point in mine}
+        draw_points(
+            rate, {point: point.images_per_s_interval for point in line_points}, colour, kind
+        )
+        shares = {point: point.efficiency_interval(base) for point in line_points}
         draw_points(
             share,
             {point: bounds for point, bounds in shares.items() if bounds is not None},
@@ -194,10 +198,10 @@ def _name_parts(
         for place, line in enumerate(lines)
     ]
     for source in SOURCES:
-        found = next((point for point in points if point.source == source), None)
-        if found is not None:
+        match = next((point for point in points if point.source == source), None)
+        if match is not None:
             handles.append(
-                Line2D([], [], **point_marks(found, "#444444"), label=SOURCE_NAMES[source])
+                Line2D([], [], **point_marks(match, "#444444"), label=SOURCE_NAMES[source])
             )
     handles.append(
         Line2D(

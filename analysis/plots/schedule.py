@@ -41,20 +41,20 @@ def draw_schedule(path: Path, out: Path) -> Simulation:
     """
     check_picture_path(out)
     schedule, costs = read_schedule(path)
-    made = compute_only(validate(schedule))
-    simulated = simulate(made, costs)
+    drawn = compute_only(validate(schedule))
+    simulated = simulate(drawn, costs)
     title = (
         (
-            f"{made.name}: {counted(made.num_ranks, 'rank')}, {counted(made.num_stages, 'stage')}, "
-            f"{counted(made.num_micro_batches, 'micro-batch', 'es')}"
+            f"{drawn.name}: {counted(drawn.num_ranks, 'rank')}, {counted(drawn.num_stages, 'stage')}, "
+            f"{counted(drawn.num_micro_batches, 'micro-batch', 'es')}"
         ),
         (
             f"{number(simulated.span)} units, efficiency {100 * simulated.efficiency:.1f} %, "
             f"peak {number(max(simulated.peak))} micro-batches of activations"
         ),
     )
-    trace, window = _as_trace(made, simulated)
-    ranks = np.arange(min(made.num_ranks, MAX_LANES))
+    trace, window = _as_trace(drawn, simulated)
+    ranks = np.arange(min(drawn.num_ranks, MAX_LANES))
     figure, axes = lanes_figure(trace, window, ranks, title)
     axes.xaxis.label.set_text("time (units of the costs)")
     save_figure(figure, out)

@@ -201,7 +201,7 @@ def _draw_dense(
 ) -> list[Look]:
     """Draw each lane of each track as an image.
 
-    The colour of a column is the mean of what happens in it.
+    The colour of a column is the mean of the actions in it.
     """
     from matplotlib.colors import to_rgb
 
@@ -217,9 +217,9 @@ def _draw_dense(
                 start[is_mine], end[is_mine], lane[is_mine], len(ranks), num_columns
             )
     for top, bottom in dict.fromkeys((look.top, look.bottom) for look in shares):
-        mine = {look: share for look, share in shares.items() if look.top == top}
-        colours = np.array([to_rgb(look.colour) for look in mine])
-        for place, pixels in enumerate(blended(np.stack(list(mine.values())), colours)):
+        row_shares = {look: share for look, share in shares.items() if look.top == top}
+        colours = np.array([to_rgb(look.colour) for look in row_shares])
+        for place, pixels in enumerate(blended(np.stack(list(row_shares.values())), colours)):
             axes.imshow(
                 pixels[None],
                 extent=(0.0, window.span_s * 1e3, place + bottom, place + top),
@@ -351,8 +351,9 @@ def coverage(
 def blended(shares: np.ndarray, colours: np.ndarray) -> np.ndarray:
     """Return the colour and opacity of each pixel, `[..., 4]`.
 
-    The colour is the mean of what covers the pixel; the opacity is its coverage. `shares[kind,
-    ...]` is how much each kind covers, `colours[kind]` its red, green and blue from 0 to 1.
+    The colour is the mean over the kinds that cover the pixel; the opacity is the coverage.
+    `shares[kind, ...]` is the coverage by a kind, `colours[kind]` its red, green and blue from 0
+    to 1.
     """
     total = shares.sum(axis=0)
     mean = np.einsum("k...,kc->...c", shares, colours) / np.maximum(total, 1e-12)[..., None]

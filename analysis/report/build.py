@@ -114,7 +114,7 @@ def build_report(runs: Sequence[Path], out: Path, proposal: Proposal | None = No
     return Report(
         out,
         size_bytes,
-        sum(each.num_events for each in sections),
+        sum(section.num_events for section in sections),
         tuple(map(str, runs)),
         tuple(notes),
     )
@@ -167,10 +167,10 @@ def _study_tables(points: Sequence[Point]) -> list[Table]:
     tables = [Table("points", "Points of the study", columns, rows, (4,) * len(POINT_COLUMNS))]
     found: list[tuple[Cell, ...]] = [
         (
-            *(each[name] for name in ("line", "ranks", "source", "step_s", "simulated_s")),
-            100 * each["error"],
+            *(agreement[name] for name in ("line", "ranks", "source", "step_s", "simulated_s")),
+            100 * agreement["error"],
         )
-        for each in agreements(points)
+        for agreement in agreements(points)
     ]
     if found:
         names = (
@@ -188,8 +188,8 @@ def _study_tables(points: Sequence[Point]) -> list[Table]:
     rules: list[tuple[Cell, ...]] = [
         (rule.number, rule.title, verdicts[rule.holds], rule.text) for rule in check_rules(points)
     ]
-    asked = ("rule", "it asks for", "verdict", "why")
-    tables.append(Table("rules", "Which claims this picture supports", asked, rules, (0,) * 4))
+    head = ("rule", "it asks for", "verdict", "why")
+    tables.append(Table("rules", "Which claims this picture supports", head, rules, (0,) * 4))
     return tables
 
 

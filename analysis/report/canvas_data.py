@@ -50,8 +50,8 @@ def look_numbers(events: np.ndarray) -> np.ndarray:
     for number, look in enumerate(LOOKS):
         for kind in look.kinds:
             table[KINDS.index(kind), slice(None) if look.shade is None else look.shade] = number
-    found: np.ndarray = table[events["kind"], np.clip(events["direction"], 0, 1)]
-    return found
+    numbers: np.ndarray = table[events["kind"], np.clip(events["direction"], 0, 1)]
+    return numbers
 
 
 def timeline_block(trace: Trace, events: np.ndarray) -> dict[str, Any]:

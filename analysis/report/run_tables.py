@@ -42,7 +42,7 @@ def key_figures(metrics: Metrics, trace: Trace) -> list[Figure]:
         if metrics.images_per_s is None or TIME_UNIT in trace.attributes
         else number(metrics.images_per_s)
     )
-    found = [
+    figures = [
         Figure("images/s", rate, f"{metrics.num_images} images in {metrics.num_steps} steps"),
         _step_time(metrics, TIME_UNIT in trace.attributes),
         Figure("efficiency", _percent(metrics.efficiency), "useful compute over ranks x time"),
@@ -55,7 +55,7 @@ def key_figures(metrics: Metrics, trace: Trace) -> list[Figure]:
         Figure("energy", _joules(metrics), "of the GPUs, by samples of their power"),
     ]
     if metrics.loss_first is not None and metrics.loss_last is not None:
-        found.append(
+        figures.append(
             Figure("training loss", f"{metrics.loss_last:.4g}", f"first {metrics.loss_first:.4g}")
         )
     accuracy, majority = (
@@ -63,8 +63,8 @@ def key_figures(metrics: Metrics, trace: Trace) -> list[Figure]:
     )
     if accuracy is not None:
         beside = "" if majority is None else f"majority class {_percent(float(majority))}"
-        found.append(Figure("validation accuracy", _percent(float(accuracy)), beside))
-    return [figure for figure in found if figure.value != UNKNOWN]
+        figures.append(Figure("validation accuracy", _percent(float(accuracy)), beside))
+    return [figure for figure in figures if figure.value != UNKNOWN]
 
 
 def overview_row(metrics: Metrics, trace: Trace) -> dict[str, Cell]:
@@ -144,7 +144,7 @@ def rank_table(name: str, metrics: Metrics, trace: Trace, causes: Attribution | 
     lost = (
         {}
         if causes is None
-        else {f"{cause} [{unit.name}/step]": found for cause, found in causes.causes_s.items()}
+        else {f"{cause} [{unit.name}/step]": values for cause, values in causes.causes_s.items()}
     )
     peaks = (metrics.peak_device_bytes, metrics.peak_driver_bytes, metrics.peak_rss_bytes)
     rows: list[tuple[Cell, ...]] = [
@@ -154,7 +154,7 @@ def rank_table(name: str, metrics: Metrics, trace: Trace, causes: Attribution | 
             busy_s,
             _scaled(busy_s, 100 / metrics.time_s) if metrics.time_s else None,
             *(_scaled(peak[rank], 1 / MIB) for peak in peaks),
-            *(found[rank] / unit.size if rank < len(found) else None for found in lost.values()),
+            *(values[rank] / unit.size if rank < len(values) else None for values in lost.values()),
         )
         for rank, busy_s in enumerate(metrics.busy_s)
     ]
@@ -181,8 +181,8 @@ def stage_table(name: str, trace: Trace) -> Table | None:
     medians = stage_medians_s(trace)
     if not medians:
         return None
-    kinds = [kind for kind in COMPUTE if any(kind in found for found in medians.values())]
-    totals = {stage: sum(found.values()) for stage, found in medians.items()}
+    kinds = [kind for kind in COMPUTE if any(kind in by_kind for by_kind in medians.values())]
+    totals = {stage: sum(by_kind.values()) for stage, by_kind in medians.items()}
     mean_s = sum(totals.values()) / len(totals)
     cuts = trace.boundaries
     unit = table_unit(trace)
@@ -190,11 +190,11 @@ def stage_table(name: str, trace: Trace) -> Table | None:
         (
             stage,
             f"{cuts[stage]} to {cuts[stage + 1] - 1}" if stage + 1 < len(cuts) else None,
-            *(_scaled(found.get(kind), 1 / unit.size) for kind in kinds),
+            *(_scaled(by_kind.get(kind), 1 / unit.size) for kind in kinds),
             totals[stage] / unit.size,
             totals[stage] / mean_s if mean_s else None,
         )
-        for stage, found in sorted(medians.items())
+        for stage, by_kind in sorted(medians.items())
     ]
     columns = (
         "stage",
@@ -220,13 +220,13 @@ def stage_medians_s(trace: Trace) -> dict[int, dict[str, float]]:
     first = np.unique(passes, return_index=True)[1]
     durations_s = np.bincount(passes, events["end_ns"] - events["start_ns"]) * NS
     (groups,) = place_numbers(("stage", "kind"), events[first])
-    found: dict[int, dict[str, float]] = {}
+    medians_s: dict[int, dict[str, float]] = {}
     for group in range(groups.max() + 1):
         is_mine = groups == group
         event = events[first[is_mine][0]]
-        times = found.setdefault(int(event["stage"]), {})
+        times = medians_s.setdefault(int(event["stage"]), {})
         times[KINDS[event["kind"]]] = float(np.median(durations_s[is_mine]))
-    return found
+    return medians_s
 
 
 def cause_table(name: str, causes: Attribution, trace: Trace) -> Table:
@@ -249,9 +249,11 @@ def prediction_table(name: str, metrics: Metrics, trace: Trace) -> Table | None:
     """
     rows: list[tuple[Cell, ...]] = []
 
-    def add(quantity: str, rank: int | None, predicted: float | None, found: float | None) -> None:
-        if predicted is not None and found:
-            rows.append((quantity, rank, predicted, found, 100 * (predicted / found - 1.0)))
+    def add(
+        quantity: str, rank: int | None, predicted: float | None, measured: float | None
+    ) -> None:
+        if predicted is not None and measured:
+            rows.append((quantity, rank, predicted, measured, 100 * (predicted / measured - 1.0)))
 
     planned = _planned(trace)
     if TIME_UNIT not in trace.attributes:
@@ -269,9 +271,9 @@ def prediction_table(name: str, metrics: Metrics, trace: Trace) -> Table | None:
     )
     for quantity, predicted_name, found_name in PEAKS:
         predicted = trace.attributes.get(predicted_name, planned.get(predicted_name, ()))
-        found = trace.attributes.get(found_name, ())
-        if isinstance(predicted, Sequence) and isinstance(found, Sequence) and len(found):
-            for rank, peak in enumerate(found):
+        measured = trace.attributes.get(found_name, ())
+        if isinstance(predicted, Sequence) and isinstance(measured, Sequence) and len(measured):
+            for rank, peak in enumerate(measured):
                 if peak is None or peak < 0:  # a rank whose part is missing
                     continue
                 of_rank = predicted[rank % len(predicted)] if predicted else None

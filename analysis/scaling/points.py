@@ -164,15 +164,15 @@ class Point:
         value = self.efficiency(base)
         if value is None or self is base:
             return None if value is None else Interval(value, value, value)
-        mine = self.step_interval_s
+        own = self.step_interval_s
         its = base.step_interval_s
-        if mine.is_range or its.is_range:
-            low = value * min(1.0, its.low / its.value * mine.value / mine.high)
+        if own.is_range or its.is_range:
+            low = value * min(1.0, its.low / its.value * own.value / own.high)
             return Interval(
-                low, value, value * max(1.0, its.high / its.value * mine.value / mine.low), True
+                low, value, value * max(1.0, its.high / its.value * own.value / own.low), True
             )
         draws = median_draws(base.step_s, seed=1) / median_draws(self.step_s)
-        return percentile_interval(draws * value * mine.value / its.value, value)
+        return percentile_interval(draws * value * own.value / its.value, value)
 
     def work_beside(self, base: Point) -> float | None:
         """Return the work of an image divided by that of an image of `base`; None if unknown."""
@@ -487,12 +487,12 @@ def title(points: Sequence[Point]) -> tuple[str, str]:
     ]
     if known:
         detail += f"; {format_error(max(known))}"
-    found = [each["error"] for each in agreements(points)]
-    if found:
-        low, high = (round(100 * pick(found), 1) + 0.0 for pick in (min, max))  # avoid "-0.0"
+    errors = [agreement["error"] for agreement in agreements(points)]
+    if errors:
+        low, high = (round(100 * pick(errors), 1) + 0.0 for pick in (min, max))  # avoid "-0.0"
         detail += (
             f"; simulated step times are off by {low:+.1f} to {high:+.1f} %"
-            f" ({counted(len(found), 'point')})"
+            f" ({counted(len(errors), 'point')})"
         )
     return headline, detail
 

@@ -115,14 +115,14 @@ def _series(kind: str, runs: Sequence[tuple[Path, Point]]) -> list[Point]:
         lines: dict[str, list[Point]] = {}
         for point in read_points(group):
             lines.setdefault(point.line, []).append(point)
-        for mine in lines.values():
-            if len({point.ranks for point in mine}) > 1:
+        for line in lines.values():
+            if len({point.ranks for point in line}) > 1:
                 per = "step" if kind == "strong" else "GPU"
-                name = f"{_title(mine[0])}, {float(key(mine[0])):g} images a {per}"
+                name = f"{_title(line[0])}, {float(key(line[0])):g} images a {per}"
                 if name in series:
                     name += f" ({len(series) + 1})"
-                series[name] = [replace(point, line=name) for point in mine]
-    return [point for mine in series.values() for point in mine]
+                series[name] = [replace(point, line=name) for point in line]
+    return [point for line in series.values() for point in line]
 
 
 def _title(point: Point) -> str:
@@ -176,14 +176,14 @@ def _request(points: Sequence[Point], asked: Point | None, ask: Ask) -> tuple[In
 
 def _method(paths: Sequence[Path], by_kind: Mapping[str, Sequence[Point]]) -> str:
     """Describe the method after the rules of Hoefler and Belli, and list the rules not kept."""
-    points = [point for mine in by_kind.values() for point in mine]
+    points = [point for line in by_kind.values() for point in line]
     runs = _span([len(point.signatures) for point in points], "run")
     steps = _span([len(point.step_s) for point in points], "step")
     warmups = _span([point.setting.num_warmup_steps for point in points], "warm-up step")
     broken = dict.fromkeys(
         f"{rule.number} ({rule.title})"
-        for mine in by_kind.values()
-        for rule in check_rules(mine)
+        for line in by_kind.values()
+        for rule in check_rules(line)
         if rule.holds is False
     )
     commits = sorted({commit[:12] for point in points for commit in point.setting.commits})
@@ -204,18 +204,18 @@ def _method(paths: Sequence[Path], by_kind: Mapping[str, Sequence[Point]]) -> st
 
 def _machines(paths: Sequence[Path]) -> str:
     """Describe the machines of the runs, with a clause for each machine and source."""
-    found: dict[tuple[str, str], set[str]] = {}
+    machines: dict[tuple[str, str], set[str]] = {}
     for path in paths:
         attributes, _, document = read_head(path)
         machine = read_section(document, "machine", MachineConfig)
         source = str(attributes["source"])
         if source == "simulated" and machine.calibrated_from:
             source += f", constants from {machine.calibrated_from}"
-        hosts = found.setdefault((machine.name, source), set())
+        hosts = machines.setdefault((machine.name, source), set())
         hosts.update(map(str, attributes.get("hostnames", ())))
     clauses = [
         f"{name}, {source}" + (f" on {counted(len(hosts), 'host')}" if hosts else "")
-        for (name, source), hosts in found.items()
+        for (name, source), hosts in machines.items()
     ]
     return f"Machine: {'; '.join(clauses)}."
 

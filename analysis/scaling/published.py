@@ -114,11 +114,11 @@ def choose_series(series: Mapping[str, list[Row]], name: str | None) -> dict[str
     """
     if name is None or name in series:
         return dict(series) if name is None else {name: series[name]}
-    found = {key: rows for key, rows in series.items() if name.lower() in key.lower()}
-    if not found:
+    matches = {key: rows for key, rows in series.items() if name.lower() in key.lower()}
+    if not matches:
         advice = f"allowed: {'; '.join(series)}; nearest: {nearest(name, series, 1)[0]}"
         raise ConfigError("series", name, "is not in the table", advice)
-    return found
+    return matches
 
 
 def forecast_series(
@@ -137,8 +137,8 @@ def forecast_series(
     for name, rows in series.items():
         fitted = [row for row in rows if fit_to is None or row.accelerators <= fit_to]
         if fitted:
-            asked = [row for row in rows if row not in fitted] or _larger_rows(fitted)
-            answers.append(_answer(name, fit_law(fitted), asked))
+            forecast = [row for row in rows if row not in fitted] or _larger_rows(fitted)
+            answers.append(_answer(name, fit_law(fitted), forecast))
     if not answers:
         smallest = min(rows[0].accelerators for rows in series.values())
         raise ConfigError(

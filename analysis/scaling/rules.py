@@ -52,10 +52,12 @@ def check_rules(points: Sequence[Point]) -> list[Rule]:
     The points come from `analysis.scaling.points.read_points`.
     """
     rules = []
-    for number, (title, kept, check) in enumerate(_RULES, start=1):
-        found = None if check is None else check(points)
+    for number, (title, rule, check) in enumerate(_RULES, start=1):
+        verdict = None if check is None else check(points)
         holds, text = (
-            found if isinstance(found, tuple) else (found is None, kept if found is None else found)
+            verdict
+            if isinstance(verdict, tuple)
+            else (verdict is None, rule if verdict is None else verdict)
         )
         rules.append(Rule(number, title, holds, text))
     return rules
@@ -185,9 +187,12 @@ def _documentation(points: Sequence[Point]) -> Finding:
         )
     for source in SOURCES:
         versions = {
-            each for point in points if point.source == source for each in point.setting.versions
+            version
+            for point in points
+            if point.source == source
+            for version in point.setting.versions
         }
-        names = [each.split(" ")[0] for each in versions]
+        names = [version.split(" ")[0] for version in versions]
         mixed = sorted({name for name in names if names.count(name) > 1})
         if mixed:
             return (
