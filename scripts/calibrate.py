@@ -53,7 +53,7 @@ ROUNDS = 7
 def main(argv: Sequence[str] | None = None) -> int:
     """Calibrate and write the file: one line on stderr and exit code 2 for bad input."""
     file: dict[str, Any] = {"type": Path, "metavar": "FILE"}
-    given = options(
+    arguments = options(
         __doc__,
         argv,
         out=file | {"required": True},
@@ -72,38 +72,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         },
     )
     try:
-        probe = read_probe(given.probe) if given.probe else take_probe(given.kind, given.ranks)
-        copies = copy_rates() if given.device != "cpu" and given.kind == "real" else None
-        found = calibration_of({**probe, "copies": copies})
-        has_pace = given.kind == "real" and not given.probe and given.steps > 0
-        pace = measured_pace(found, given.device, given.steps) if has_pace else None
-        found = merged(found, [noise_of(compute_seconds(run)) for run in given.runs], pace)
-        error = float(read_json(given.held_out)["median_error"]) if given.held_out else None
-        write(given.out, found, probe, given.base, given.device, error)
+        probe = (
+            read_probe(arguments.probe)
+            if arguments.probe
+            else take_probe(arguments.kind, arguments.ranks)
+        )
+        copies = copy_rates() if arguments.device != "cpu" and arguments.kind == "real" else None
+        machine = calibration_of({**probe, "copies": copies})
+        has_pace = arguments.kind == "real" and not arguments.probe and arguments.steps > 0
+        pace = measured_pace(machine, arguments.device, arguments.steps) if has_pace else None
+        machine = merged(machine, [noise_of(compute_seconds(run)) for run in arguments.runs], pace)
+        error = float(read_json(arguments.held_out)["median_error"]) if arguments.held_out else None
+        write(arguments.out, machine, probe, arguments.base, arguments.device, error)
     except GemsError as refused:
         print("calibrate:", " ".join(str(refused).split()), file=sys.stderr)
         return refused.exit_code
-    print(given.out)
+    print(arguments.out)
     return 0
 
 
 def read_probe(path: Path) -> dict[str, Any]:
-    """Read what the probe wrote.
+    """Read the probe's result.
 
     Raises:
-        ConfigError: no such file, or none of that form.
+        ConfigError: No such file, or none of that form.
     """
-    found = read_json(path)
-    if not found:
+    probe = read_json(path)
+    if not probe:
         raise ConfigError("--probe", path, "is no answer of gems.engine.transport.speed_probe")
-    return found
+    return probe
 
 
 def take_probe(kind: str, num_ranks: int | None = None) -> dict[str, Any]:
     """Run the probe on this machine and return its timings.
 
     Raises:
-        ConfigError: the ranks did not start, or failed.
+        ConfigError: The ranks did not start, or failed.
     """
     ranks = num_ranks or (2 if kind == "real" else 8)
     with tempfile.TemporaryDirectory() as scratch:
@@ -130,17 +134,19 @@ def compute_seconds(run: Path) -> np.ndarray:
     """Return the compute seconds of each counted step and rank of a finished run.
 
     Raises:
-        ConfigError: no trace there.
+        ConfigError: No trace there.
     """
     trace = read_trace(run / "trace.h5" if run.is_dir() else run)
     codes = [
         code for code, name in enumerate(KINDS) if name in {kind.value for kind in COMPUTE_KINDS}
     ]
     steps = trace.steps["step"][trace.steps["is_warmup"] == 0]
-    mine = trace.events[np.isin(trace.events["kind"], codes) & np.isin(trace.events["step"], steps)]
-    times_s = np.zeros((len(steps), int(mine["rank"].max(initial=0)) + 1))
-    places = np.searchsorted(np.sort(steps), mine["step"])
-    np.add.at(times_s, (places, mine["rank"]), (mine["end_ns"] - mine["start_ns"]) * 1e-9)
+    events = trace.events[
+        np.isin(trace.events["kind"], codes) & np.isin(trace.events["step"], steps)
+    ]
+    times_s = np.zeros((len(steps), int(events["rank"].max(initial=0)) + 1))
+    places = np.searchsorted(np.sort(steps), events["step"])
+    np.add.at(times_s, (places, events["rank"]), (events["end_ns"] - events["start_ns"]) * 1e-9)
     return times_s
 
 
@@ -150,8 +156,8 @@ def copy_rates() -> dict[str, float] | None:
 
     if not torch.cuda.is_available():
         return None
-    found = bandwidth(torch.device("cuda", 0), LARGE_COPY_BYTES)
-    return {name: found[name] for name in ("d2h_bytes_per_s", "h2d_bytes_per_s")}
+    rates = bandwidth(torch.device("cuda", 0), LARGE_COPY_BYTES)
+    return {name: rates[name] for name in ("d2h_bytes_per_s", "h2d_bytes_per_s")}
 
 
 def bandwidth(
@@ -202,7 +208,7 @@ def bandwidth(
     rates("d2h", "h2d", copies=1)  # warms up
     rounds = [(*rates("d2h"), *rates("h2d"), *rates("d2h", "h2d")) for _ in range(ROUNDS)]
     names = (f"{kind}{way}_bytes_per_s" for kind in ("", "duplex_") for way in lanes)
-    medians = (statistics.median(found) for found in zip(*rounds, strict=True))
+    medians = (statistics.median(times) for times in zip(*rounds, strict=True))
     return {"copy_bytes": copy_bytes, **dict(zip(names, medians, strict=True))}
 
 
@@ -217,7 +223,7 @@ def write(
     """Write the machine's file.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: It cannot be written.
     """
     nodes = probe["nodes"]
     is_emulated = probe["kind"] == "emulated"

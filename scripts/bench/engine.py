@@ -205,7 +205,7 @@ def run(
 ) -> None:
     """Train with one contender on this rank: compare its first step, then time others.
 
-    Rank 0 writes what was found.
+    Rank 0 writes the result.
     """
     from gems.engine.transport.mpi import allgather, world
     from scripts.bench import peers
@@ -368,9 +368,9 @@ def error_of(layers: Layers, training: Training) -> float:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the live bytes of storages that are made inside a `with` block, and their peak.
+    """Count the live bytes of storages that are created in a `with` block, and their peak.
 
-    A mode is of one thread; in another one `in_thread` counts on.
+    A mode belongs to one thread; use `in_thread` in another one.
     """
 
     def __init__(self) -> None:
@@ -385,9 +385,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._see((args, kwargs), is_new=False)
-        made = func(*args, **(kwargs or {}))
-        self._see(made, is_new=True)
-        return made
+        result = func(*args, **(kwargs or {}))
+        self._see(result, is_new=True)
+        return result
 
     def _see(self, values: object, is_new: bool) -> None:
         for value in tree_leaves(values):

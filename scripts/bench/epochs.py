@@ -1,6 +1,5 @@
-"""Epochs to a target loss of a small network as the global batch grows.
+"""Epochs to a target loss of a small network by global batch: the table of `gems plan --epochs`.
 
-The table that `gems plan --epochs` reads.
 One process trains a residual network on the toolkit's tissue and accumulates the gradients of
 micro-batches. Normalisation is within a sample, so that a global batch is equivalent to as many
 samples over any number of data-parallel workers. Each global batch is tried with several learning
@@ -159,7 +158,7 @@ def study(
             rate = BASE_RATE * factor * math.sqrt(batch / BASE_BATCH)
             epochs = [epochs_to_target(task, batch, rate, seed) for seed in seeds]
             if None not in epochs:
-                reached[rate] = [each for each in epochs if each is not None]
+                reached[rate] = [count for count in epochs if count is not None]
         if not reached:
             missed.append(batch)
             continue
@@ -189,7 +188,7 @@ def describe_fit(fit: NoiseFit) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the study, write the file and print the fit."""
-    given = options(
+    arguments = options(
         __doc__,
         argv,
         out=Path("epochs.json"),
@@ -205,11 +204,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     fit = None
     why = ""
     try:
-        task = make_task(given.overrides, given.target_loss, given.most_epochs)
-        rows, missed = study(task, given.batches, range(given.seeds))
+        task = make_task(arguments.overrides, arguments.target_loss, arguments.most_epochs)
+        rows, missed = study(task, arguments.batches, range(arguments.seeds))
         if not rows:
             raise ConfigError(
-                "--target-loss", given.target_loss, "is reached by no batch", "raise it"
+                "--target-loss", arguments.target_loss, "is reached by no batch", "raise it"
             )
         try:
             fit = fit_noise_scale([(row["global_batch"], row["epochs"]) for row in rows])
@@ -219,24 +218,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             "schema": "gems.epochs/1",
             "model": "table" if fit is None else "noise_scale",
             "network": task.spec.model.name,
-            "target_loss": given.target_loss,
+            "target_loss": arguments.target_loss,
             "samples_per_epoch": len(task.train[1]),
             "missed": missed,
             "runs": rows,
         }
-        write_json(given.out, document)
+        write_json(arguments.out, document)
     except ConfigError as error:
         log(f"epochs: {error}")
         return error.exit_code
     wall_s = time.perf_counter() - begin
-    if not given.json:
+    if not arguments.json:
         left_out = f"; never at the target: {', '.join(map(str, missed))}" if missed else ""
         print(
-            f"{why if fit is None else describe_fit(fit)}{left_out}; {wall_s:.0f} s, in {given.out}"
+            f"{why if fit is None else describe_fit(fit)}{left_out}; {wall_s:.0f} s, in {arguments.out}"
         )
     law = None if fit is None else epochs_json(GivenEpochs(fit.law, fit))
     return answered(
-        {**document, "path": str(given.out), "fit": law, "wall_s": wall_s}, False, given.json
+        {**document, "path": str(arguments.out), "fit": law, "wall_s": wall_s},
+        False,
+        arguments.json,
     )
 
 

@@ -1,4 +1,4 @@
-"""Held-out fidelity: predicted step times and peaks beside runs that no constant was taken from.
+"""Held-out fidelity: predicted step times and peaks beside runs that no constant was fitted to.
 
 Emulated: the links are calibrated by a probe of 8 ranks (`scripts.calibrate`), and 14 other runs of
 4 to 16 ranks are compared with their simulation: schedules, micro-batches, caps, message sizes and
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the chosen parts and return 1 if the errors are above the limits."""
     part = {"choices": PARTS, "action": "append"}
     overrides = {"nargs": "*"}
-    given = options(__doc__, argv, only="", part=part, steps=4, overrides=overrides)
+    arguments = options(__doc__, argv, only="", part=part, steps=4, overrides=overrides)
     facts: dict[str, Any] = machine()
     table = Table(
         "case:<52",
@@ -128,10 +128,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as cache:  # profiles are to be of this hour
-        for part in given.part or PARTS:
+        for part in arguments.part or PARTS:
             measure = emulated_rows if part == "emulated" else real_rows
             rows += table.rows(
-                measure(given.steps, [f"cache_dir={cache}", *given.overrides], facts, given.only)
+                measure(
+                    arguments.steps,
+                    [f"cache_dir={cache}", *arguments.overrides],
+                    facts,
+                    arguments.only,
+                )
             )
     answer = summary(rows)
     log(
@@ -177,7 +182,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def emulated_rows(
     steps: int, overrides: list[str], facts: dict[str, Any], only: str
 ) -> Iterator[dict[str, Any]]:
-    """Yield the emulated runs beside what links calibrated by the probe predict for them."""
+    """Yield the emulated runs beside their predictions by links that the probe calibrated."""
     links = calibration_of(take_probe("emulated"))
     facts["emulated_machine"] = links.machine()
     for name, words in HELD_OUT_EMULATED:
@@ -217,10 +222,10 @@ def observed(spec: RunSpec) -> Step:
     with finished_run(spec) as folder:
         step_s = float(np.median(counted_steps_s(folder)))
         trace = load_parts(folder.path).trace
-        made = folder.read_schedule()
+        schedule = folder.read_schedule()
         cost = spec.cost
-        costs = Draft(spec).costs.stages(made.placement)
-        peaks = step_peaks(trace, made, costs, cost.activation_bytes)
+        costs = Draft(spec).costs.stages(schedule.placement)
+        peaks = step_peaks(trace, schedule, costs, cost.activation_bytes)
         return Step(
             step_s, float(np.median(peaks)), float(max(trace.attributes["peak_allocated_bytes"]))
         )
@@ -237,19 +242,19 @@ def step_peaks(
     boundaries in bytes; `activation_bytes` is the size of a unit of activations.
 
     Raises:
-        ConfigError: a step lacks an action.
+        ConfigError: A step lacks an action.
     """
     counted = trace.steps["step"][trace.steps["is_warmup"] == 0]
     events = trace.events[np.isin(trace.events["step"], counted)]
     pipelines = 1 + int(events["rank"].max(initial=0)) // schedule.num_ranks
 
     def peak(step: int) -> float:
-        mine = events[events["step"] == step]
-        times = [_as_simulation(mine, schedule, replica) for replica in range(pipelines)]
+        step_events = events[events["step"] == step]
+        times = [_as_simulation(step_events, schedule, replica) for replica in range(pipelines)]
         return max(
             rank.peak
-            for each in times
-            for rank in memory_over_time(schedule, costs, each, activation_bytes)
+            for time_ns in times
+            for rank in memory_over_time(schedule, costs, time_ns, activation_bytes)
         )
 
     return np.array([peak(step) for step in counted])
@@ -261,9 +266,11 @@ def _as_simulation(events: np.ndarray, schedule: Schedule, replica: int) -> Simu
     starts = []
     ends = []
     for rank, row in enumerate(schedule.rank_schedules):
-        mine = events[events["rank"] == replica * schedule.num_ranks + rank]
-        keys = zip(*(mine[column].tolist() for column in EVENT_KEY), strict=True)
-        times = dict(zip(keys, zip(mine["start_ns"], mine["end_ns"], strict=True), strict=True))
+        rank_events = events[events["rank"] == replica * schedule.num_ranks + rank]
+        keys = zip(*(rank_events[column].tolist() for column in EVENT_KEY), strict=True)
+        times = dict(
+            zip(keys, zip(rank_events["start_ns"], rank_events["end_ns"], strict=True), strict=True)
+        )
         missing = [action for action in row if _event_key(action) not in times]
         if missing:
             raise ConfigError("trace", f"rank {rank}", f"lacks {missing[0]}")

@@ -1,4 +1,4 @@
-"""Host time of a step: Python and torch's dispatcher, where arithmetic is nothing.
+"""Host time of a step: Python and torch's dispatcher, with negligible arithmetic.
 
 A deep network on tiny maps, one rank, one thread, micro-batches of one image: our engine under
 memory policies and with a split backward, beside a plain torch loop, torch's checkpoint around the
@@ -42,7 +42,7 @@ Step = Callable[[], object]
 
 
 def open_steps(model: str, side_px: int, micro_batches: int, only: str) -> dict[str, Step]:
-    """Return the steps of everything whose name contains `only`, and of what it is compared with."""
+    """Return the steps whose name contains `only`, and the steps they are compared with."""
 
     def plan(count: int, words: str) -> RankPlan:
         batches = f"parallel.micro_batch_size=1 parallel.micro_batches={count}"
@@ -75,7 +75,7 @@ def open_steps(model: str, side_px: int, micro_batches: int, only: str) -> dict[
 
 
 def bases(name: str) -> dict[str, str]:
-    """Return what a way is compared with, by the key of the ratio."""
+    """Return the steps that a method is compared with, by the key of the ratio."""
     if name.endswith((" strips", " whole")):
         return {"over_whole": name.replace("strips", "whole")}
     return {"over_plain": "plain", "over_keep": "keep"}
@@ -90,7 +90,7 @@ def timed(step: Step) -> float:
 
 def main(argv: Sequence[str]) -> int:
     """Print the table, or with --json one object."""
-    given = options(
+    arguments = options(
         __doc__,
         argv,
         json=False,
@@ -102,10 +102,12 @@ def main(argv: Sequence[str]) -> int:
     )
     opened_device("bench-host-overhead", "cpu", threads=1)
     facts = machine()
-    steps = open_steps(given.model, given.side_px, given.micro_batches, given.only)
+    steps = open_steps(arguments.model, arguments.side_px, arguments.micro_batches, arguments.only)
     in_turns(steps, WARM_UP_STEPS)
     gc.freeze()  # as the ranks of a run
-    found = in_turns({name: partial(timed, step) for name, step in steps.items()}, given.rounds)
+    times_by_name = in_turns(
+        {name: partial(timed, step) for name, step in steps.items()}, arguments.rounds
+    )
     table = Table(
         "way:<14",
         "step ms=step_s:>9.1f",
@@ -114,13 +116,15 @@ def main(argv: Sequence[str]) -> int:
         "over whole=over_whole:>11.2f",
     )
     rows: list[dict[str, Any]] = []
-    for name, times in found.items():
+    for name, times in times_by_name.items():
         ratios = {
-            key: statistics.median(mine / its for mine, its in zip(times, found[base], strict=True))
+            key: statistics.median(
+                time_s / its for time_s, its in zip(times, times_by_name[base], strict=True)
+            )
             for key, base in bases(name).items()
         }
         rows.append(table.row({"way": name, "step_s": statistics.median(times), **ratios}))
-    return answered({**facts, "torch": torch.__version__, "rows": rows}, False, given.json)
+    return answered({**facts, "torch": torch.__version__, "rows": rows}, False, arguments.json)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ class Case:
         dtype = spec.train.layer_dtype
         lab = replace(fake_lab(spec.machine, Precision.of(dtype)), times=record)
         profile = profile_model(spec.model, spec.data, 1, dtype, lab, "h200", "fake", {})
-        return [each for layer in profile.layers for each in kinds[int(layer.forward_s)]]
+        return [kind for layer in profile.layers for kind in kinds[int(layer.forward_s)]]
 
     def predicted_s(self, machine: MachineConfig, key: str) -> float:
         """Return the time of all passes, replayed or launched one operator after the other."""
@@ -79,7 +79,7 @@ class Case:
         return sum(map(rates.pass_s, self.passes))
 
     def error(self, machine: MachineConfig, key: str) -> float:
-        """Return the prediction's error, relative to what was measured."""
+        """Return the prediction's error, relative to the measurement."""
         return self.predicted_s(machine, key) / float(self.figures[key]) - 1
 
 
@@ -109,7 +109,7 @@ def fitted(machine: MachineConfig, cases: Sequence[Case]) -> MachineConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Fit, and print the constants and the errors of each row."""
-    asked = options(__doc__, argv, json=False)
+    arguments = options(__doc__, argv, json=False)
     sheet = composed("machine=h200").machine
     lines = [json.loads(line) for line in LINES.read_text().splitlines()]
     table = next(line["figures"] for line in lines if line["row"] == "launches")
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     rows = []
     for case in cases:
-        without = fitted(sheet, [each for each in cases if each is not case])
+        without = fitted(sheet, [other for other in cases if other is not case])
         for key, step in ROWS.items():
             rows.append(
                 shown.row(
@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for column in ("error", "without"):
         sizes = [abs(row[column]) for row in rows]
         log(f"{column}: median {median(sizes):.1%}, largest {max(sizes):.1%}")
-    return answered({"constants": constants, "rows": rows}, False, asked.json)
+    return answered({"constants": constants, "rows": rows}, False, arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What memory policies move and hold, on the processor.
+"""Bytes that memory policies move and hold, on a CPU.
 
 Traffic: bytes moved to host memory over the unique bytes that autograd saved, with every layer's
 saved tensors offloaded: ours by the counters of the engine's activation store in a training step,
@@ -99,26 +99,24 @@ def _traffic(only: str) -> list[dict[str, Any]]:
 def measured_policy(model: str, side_px: int, policy: str) -> dict[str, Any]:
     """Measure one policy in this process, beside its prediction."""
     words = f"parallel.micro_batches={MICRO_BATCHES} parallel.micro_batch_size=1 schedule=1f1b"
-    (kept,) = evaluate(one_rank(model, side_px, words, "memory=keep")).memory.ranks
-    limit = kept.peak_bytes - kept.peak_activation_bytes // 2
+    (keep,) = evaluate(one_rank(model, side_px, words, "memory=keep")).memory.ranks
+    limit = keep.peak_bytes - keep.peak_activation_bytes // 2
     return memory_rig.under_policy(
         one_rank(model, side_px, words, POLICIES[policy].format(limit=limit))
     )[0]
 
 
 def peaks(only: str, policies: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield measured beside predicted peaks, each policy in a process of its own."""
+    """Yield measured beside predicted peaks, each policy in its own process."""
     for (model, side_px), policy in product(PEAK_CASES, policies):
         if only in model:
-            found = in_child(
-                measured_policy, model, side_px, policy, threads=torch.get_num_threads()
-            )
-            yield {"model": model, "side_px": side_px, "policy": policy, **found}
+            row = in_child(measured_policy, model, side_px, policy, threads=torch.get_num_threads())
+            yield {"model": model, "side_px": side_px, "policy": policy, **row}
 
 
 def main(argv: Sequence[str]) -> int:
     """Print both tables, or with --json one object."""
-    given = options(
+    arguments = options(
         __doc__,
         argv,
         json=False,
@@ -127,11 +125,11 @@ def main(argv: Sequence[str]) -> int:
         part=("all", "traffic", "peaks"),
         policies=list(POLICIES),
     )
-    torch.set_num_threads(given.threads)
+    torch.set_num_threads(arguments.threads)
     machine()
-    moved = _traffic(given.only) if given.part != "peaks" else []
-    held: list[dict[str, Any]] = []
-    if given.part != "traffic":
+    moved = _traffic(arguments.only) if arguments.part != "peaks" else []
+    results: list[dict[str, Any]] = []
+    if arguments.part != "traffic":
         table = Table(
             "MiB of a step, 1 rank=model:<22",
             "px=side_px:>5",
@@ -144,13 +142,13 @@ def main(argv: Sequence[str]) -> int:
             "error %=error:>9.2f",
             "host MiB=host_bytes:>10.1f",
         )
-        held = table.rows(peaks(given.only, given.policies), memory_rig.why_not)
-    answer = {"device": "cpu", "torch": torch.__version__, "traffic": moved, "peaks": held}
-    errors = [row[name] for row in held for name in ("error", "activation_error") if name in row]
+        results = table.rows(peaks(arguments.only, arguments.policies), memory_rig.why_not)
+    answer = {"device": "cpu", "torch": torch.__version__, "traffic": moved, "peaks": results}
+    errors = [row[name] for row in results for name in ("error", "activation_error") if name in row]
     is_wrong = any(row["ours"]["factor"] > 1.0 for row in moved) or any(
         abs(error) > MAX_ERROR for error in errors
     )
-    return answered(answer, is_wrong or any("failed" in row for row in held), given.json)
+    return answered(answer, is_wrong or any("failed" in row for row in results), arguments.json)
 
 
 if __name__ == "__main__":

@@ -111,8 +111,8 @@ def _overhead_rows(
         }
         rows.append(row)
         table.row({"way": f"{model}, {side_px} px"}, why_not(row))
-        for way, found in row.get("ways", {}).items():
-            table.row({"way": f"  {way}", **found}, why_not(found))
+        for way, figures in row.get("ways", {}).items():
+            table.row({"way": f"  {way}", **figures}, why_not(figures))
     return rows
 
 
@@ -209,13 +209,13 @@ def compare_ways(model: str, side_px: int, rounds: int, rates: Rates) -> dict[st
             running.pop(way, None)
             ways[way] = {"refused": _line(error)}
             torch.cuda.empty_cache()
-    times = in_turns({way: partial(_step_s, made) for way, made in running.items()}, rounds)
+    times = in_turns({way: partial(_step_s, step) for way, step in running.items()}, rounds)
     for way, all_s in times.items():
         ways[way]["step_s"] = statistics.median(all_s)
-    kept = ways["keep"]
-    for way in times if "step_s" in kept else ():
-        ways[way]["overhead"] = ways[way]["step_s"] / kept["step_s"] - 1
-        ways[way]["saved"] = 1 - ways[way]["held_bytes"] / kept["held_bytes"]
+    keep = ways["keep"]
+    for way in times if "step_s" in keep else ():
+        ways[way]["overhead"] = ways[way]["step_s"] / keep["step_s"] - 1
+        ways[way]["saved"] = 1 - ways[way]["held_bytes"] / keep["held_bytes"]
     return {"model": model, "side_px": side_px, "ways": ways}
 
 
@@ -224,7 +224,7 @@ def run_alone(
 ) -> dict[str, Any]:
     """Run two steps under one policy, and return the peaks of the second beside the prediction.
 
-    `device_bytes` is what the allocator may give; 0 for most of the device.
+    `device_bytes` is the limit of the allocator; 0 means most of the device.
     """
     before = _device_used_bytes()
     limits = (
@@ -297,7 +297,7 @@ def _device_used_bytes() -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Print the tables, or with --json one object; refuse without a GPU."""
-    given = options(
+    arguments = options(
         __doc__,
         argv,
         json=False,
@@ -327,16 +327,25 @@ def main(argv: Sequence[str]) -> int:
         "cudnn": torch.backends.cudnn.version(),
     }
     log(", ".join(f"{name} {value}" for name, value in answer.items()))
-    answer["bandwidth"] = copies = _bandwidth_rows(given.copies, given.round_mib)
+    answer["bandwidth"] = copies = _bandwidth_rows(arguments.copies, arguments.round_mib)
     rates = {name: copies[-1][f"duplex_{name}"] for name in ("d2h_bytes_per_s", "h2d_bytes_per_s")}
-    if given.part in ("all", "overhead"):
-        answer["overhead"] = _overhead_rows(given.models, given.sizes, given.rounds, rates)
-    if given.part in ("all", "largest"):
-        limits = (given.largest_of, given.first_px, given.step_px, given.device_bytes)
-        answer["largest"] = list(largest_rows(given.policies, rates, *limits))
-    if given.part in ("all", "peaks"):
-        answer["peaks"] = _peak_rows(given.models, given.sizes[0], given.policies, rates)
-    return answered(answer, False, given.json)
+    if arguments.part in ("all", "overhead"):
+        answer["overhead"] = _overhead_rows(
+            arguments.models, arguments.sizes, arguments.rounds, rates
+        )
+    if arguments.part in ("all", "largest"):
+        limits = (
+            arguments.largest_of,
+            arguments.first_px,
+            arguments.step_px,
+            arguments.device_bytes,
+        )
+        answer["largest"] = list(largest_rows(arguments.policies, rates, *limits))
+    if arguments.part in ("all", "peaks"):
+        answer["peaks"] = _peak_rows(
+            arguments.models, arguments.sizes[0], arguments.policies, rates
+        )
+    return answered(answer, False, arguments.json)
 
 
 if __name__ == "__main__":

@@ -181,7 +181,7 @@ class Traffic:
 
 
 def counted_save_on_cpu(traffic: Traffic) -> saved_tensors_hooks:
-    """Return torch's own hooks, which then count what they copy: a tensor in another storage."""
+    """Return torch's own hooks, which also count the tensors that they copy to another storage."""
     hooks = save_on_cpu(
         pin_memory=True
     )  # without it nothing is copied if the device is a processor
@@ -220,7 +220,7 @@ HOOKS = {"save_on_cpu": counted_save_on_cpu, "torchtune's rule": torchtune_rule}
 
 
 def hook_traffic(name: str, modules: nn.ModuleList, images: Tensor) -> Traffic:
-    """Run a forward and backward under a hook and return what it copied."""
+    """Run a forward and backward under a hook and return the copied bytes."""
     traffic = Traffic(
         {_storage(tensor) for tensor in (*modules.parameters(), *modules.buffers(), images)}
     )
@@ -237,10 +237,10 @@ def plain_loss(modules: nn.ModuleList, images: Tensor, is_checkpointed: bool = F
     """
     values: tuple[Tensor, ...] = (images,)
     for module in modules:
-        made = (
+        loss = (
             checkpoint(module, *values, use_reentrant=False) if is_checkpointed else module(*values)
         )
-        values = as_tuple(made)
+        values = as_tuple(loss)
     return training_loss(values[0])
 
 

@@ -1,8 +1,7 @@
-"""The law of scaling held against what others have measured.
+"""Compare the law of scaling with published measurements.
 
-Each series fitted to its smaller runs, asked for larger.
-Each series is fitted to its rows of up to p accelerators and asked for those of up to 4 p, for
-every p that it has. Prints each forecast beside what was measured, and over all of them the median
+Each series is fitted to its rows of up to p accelerators and predicts those of up to 4 p, for every
+p that it has. Prints each forecast beside what was measured, and over all of them the median
 and the largest error, and the share of measured times inside the 95 % interval; and the errors
 without a law, of the step of the last row fitted to by (samples a rank)^0.75. Other series:
 `--table FILE`, as of `gems-analysis scaling --table`.
@@ -26,7 +25,7 @@ ELASTICITY = 0.75  # of a step's time by the samples a rank, without a law
 
 def main(argv: list[str] | None = None) -> int:
     """Fit and ask all series, print the table and the summary, and return the exit code."""
-    given = rig.options(__doc__, argv, table=TABLE, json=False)
+    arguments = rig.options(__doc__, argv, table=TABLE, json=False)
     rig.machine()
     table = rig.Table(
         "series:<46",
@@ -40,14 +39,14 @@ def main(argv: list[str] | None = None) -> int:
         "inside:>8",
     )
     rows: list[dict[str, Any]] = []
-    for name, measured in read_table(given.table).items():
+    for name, measured in read_table(arguments.table).items():
         rows += table.rows(forecast_rows(name, measured))
-    found = summary(rows)
+    errors = summary(rows)
     rig.log(
-        ", ".join(f"{name} {value:.3f}" for name, value in found.items())
+        ", ".join(f"{name} {value:.3f}" for name, value in errors.items())
         + f", over {len(rows)} forecasts"
     )
-    return rig.answered({"forecasts": rows, **found}, False, given.json)
+    return rig.answered({"forecasts": rows, **errors}, False, arguments.json)
 
 
 def forecast_rows(name: str, measured: Sequence[Row]) -> Iterator[dict[str, Any]]:
@@ -77,13 +76,13 @@ def forecast_rows(name: str, measured: Sequence[Row]) -> Iterator[dict[str, Any]
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return the errors with and without the law, the share inside, and the widest interval."""
-    found = {}
+    figures = {}
     for key in ("error", "error_without_law"):
         errors = [abs(row[key]) for row in rows]
-        found |= {f"median_{key}": statistics.median(errors), f"worst_{key}": max(errors)}
-        found[f"mean_{key}"] = statistics.fmean(errors)
+        figures |= {f"median_{key}": statistics.median(errors), f"worst_{key}": max(errors)}
+        figures[f"mean_{key}"] = statistics.fmean(errors)
     inside = statistics.mean(row["inside"] == "yes" for row in rows)
-    return found | {"share_inside": inside, "widest": max(row["width"] for row in rows)}
+    return figures | {"share_inside": inside, "widest": max(row["width"] for row in rows)}
 
 
 if __name__ == "__main__":

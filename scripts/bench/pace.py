@@ -115,7 +115,7 @@ def passes_of(spec: RunSpec) -> float:
 
     A forward is a pass, a backward two.
     """
-    made = Draft(spec).lowered
+    schedule = Draft(spec).lowered
     layers = [end - first for first, end in pairwise(spec.parallel.boundaries or ())]
     share = sum(layers) / spec.parallel.partitions
     cost = replace(
@@ -125,7 +125,7 @@ def passes_of(spec: RunSpec) -> float:
         weight_grad=share,
         times=list(map(float, layers)),
     )
-    return simulate(made, RunCosts.of(replace(spec, cost=cost)).stages(made.placement)).span
+    return simulate(schedule, RunCosts.of(replace(spec, cost=cost)).stages(schedule.placement)).span
 
 
 def predicted(spec: RunSpec, links: Calibration) -> Step:
@@ -135,15 +135,17 @@ def predicted(spec: RunSpec, links: Calibration) -> Step:
     links: the one for the run's own is simulated.
     """
     spec = replace(spec, cost=Draft(spec).costs.cost)
-    made = Draft(spec).lowered
+    schedule = Draft(spec).lowered
     cost = spec.cost
     values = {key: value for key, value in links.machine().items() if key != "noise"}
     spec = replace(spec, machine=replace(spec.machine, **values))
     run_costs = RunCosts.of(spec)
-    simulated = run_costs.kept(made).simulation
+    simulated = run_costs.kept(schedule).simulation
     if spec.machine.is_emulated:
-        stages = run_costs.stages(made.placement)
-        memory = memory_over_time(made, stages, simulated, cost.activation_bytes, cost.param_bytes)
+        stages = run_costs.stages(schedule.placement)
+        memory = memory_over_time(
+            schedule, stages, simulated, cost.activation_bytes, cost.param_bytes
+        )
         peak = max(rank.peak - rank.parameters for rank in memory)
     else:
         peak = max(simulated.peak) * cost.activation_bytes

@@ -87,10 +87,10 @@ def _large(num_gpus: int, gpu: str, size_gb: int) -> dict[str, Any]:
 def small() -> dict[str, Any]:
     """Run a whole space of schedules and pipelines on emulated ranks, and plan in it."""
     planner = Planner(composed(SMALL), None)
-    asked = small_space(planner.model(1).profile.num_layers)
-    found = search(asked, planner.rules(), 1)
+    space = small_space(planner.model(1).profile.num_layers)
+    result = search(space, planner.rules(), 1)
     rows = {}
-    for one in asked:
+    for one in space:
         choice = planner.evaluate(one)
         if isinstance(choice, Choice):
             rows[one] = {
@@ -99,7 +99,7 @@ def small() -> dict[str, Any]:
                 "emulated_s": _emulated_s(choice),
             }
             log(str(rows[one]))
-    picked = rows[found.best[0].candidate]
+    picked = rows[result.best[0].candidate]
     best = min(rows.values(), key=lambda row: row["emulated_s"])
     return {
         "configurations": len(rows),
@@ -131,14 +131,14 @@ def main(argv: list[str]) -> int:
     """Run the chosen parts and return the exit code."""
     only = {"choices": ("large", "small")}
     gpus = {"type": int, "nargs": "*", "default": GPUS}
-    given = options(__doc__, argv, only=only, gpus=gpus)
+    arguments = options(__doc__, argv, only=only, gpus=gpus)
     machine()
     answer: dict[str, Any] = {"source": "simulated"}
-    if given.only != "small":
+    if arguments.only != "small":
         answer["large"] = [
-            _large(num_gpus, *gpu) for num_gpus, gpu in product(given.gpus, MACHINES)
+            _large(num_gpus, *gpu) for num_gpus, gpu in product(arguments.gpus, MACHINES)
         ]
-    if given.only != "large":
+    if arguments.only != "large":
         answer["small"] = small()
     is_slow = any(row["processor_s"] >= MAX_S for row in answer.get("large", ()))
     return answered(answer, is_slow or answer.get("small", {}).get("slower", 0.0) > MAX_SLOWER)

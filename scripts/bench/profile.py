@@ -1,6 +1,5 @@
-"""How near predictions are to this device.
+"""Errors of predictions on this device: peaks of stages, and times and bytes of layers.
 
-Peaks of stages by the allocator, and the times and bytes of layers.
 `--part peaks`: each stage of a model cut in four, alone in a process of its own. Predicted: the
 memory of a stage by the tables over the layers' profile, taken on fake tensors: parameters,
 gradients and momentum, buffers, inputs, and the larger of the peaks of forward and backward, with
@@ -133,11 +132,9 @@ def model_rows(model: str, side_px: int, device: str, source: str) -> Iterator[d
     spans = Spans(taken)
     cut = even(taken.num_layers, NUM_STAGES)
     for (stage, (first, end)), num_in_flight in product(enumerate(pairwise(cut)), (1, 2)):
-        found = in_child(
-            measured_stage, model, side_px, device, first, end, num_in_flight, threads=1
-        )
-        if "failed" in found:
-            raise RuntimeError(found["failed"])
+        row = in_child(measured_stage, model, side_px, device, first, end, num_in_flight, threads=1)
+        if "failed" in row:
+            raise RuntimeError(row["failed"])
         predicted = predicted_bytes(spans, first, end, num_in_flight)
         yield {
             "model": model,
@@ -145,8 +142,8 @@ def model_rows(model: str, side_px: int, device: str, source: str) -> Iterator[d
             "stage": stage,
             "micro_batches": num_in_flight,
             "predicted_bytes": predicted,
-            **found,
-            "error": predicted / found["allocated_bytes"] - 1,
+            **row,
+            "error": predicted / row["allocated_bytes"] - 1,
         }
 
 
@@ -165,7 +162,7 @@ def compared(fake: ModelProfile, real: ModelProfile, quantity: str) -> dict[str,
     """Return a quantity of all layers by both profiles, and the spread of their ratio.
 
     Raises:
-        ValueError: nothing was measured.
+        ValueError: Nothing was measured.
     """
     of, (_, unit) = OF_A_LAYER[quantity], quantity.rsplit("_", 1)
     pairs = [
@@ -190,7 +187,7 @@ def compared(fake: ModelProfile, real: ModelProfile, quantity: str) -> dict[str,
 
 def main(argv: list[str]) -> int:
     """Print the table, or with --json one object."""
-    given = options(
+    arguments = options(
         __doc__,
         argv,
         json=False,
@@ -201,17 +198,19 @@ def main(argv: list[str]) -> int:
         sizes=[256, 512],
         part=PARTS,
     )
-    torch.set_num_threads(given.threads)
-    if given.device == "cuda" and not torch.cuda.is_available():
+    torch.set_num_threads(arguments.threads)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
         log("bench-profile: torch sees no GPU here: unmeasured")
         return 0
     machine()
     cases = [
-        (model, side_px) for model, side_px in product(MODELS, given.sizes) if given.only in model
+        (model, side_px)
+        for model, side_px in product(MODELS, arguments.sizes)
+        if arguments.only in model
     ]
-    name = torch.cuda.get_device_name() if given.device == "cuda" else "cpu"
-    answer = {"device": name, "torch": torch.__version__, "source": given.source}
-    if given.part == "layers":
+    name = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
+    answer = {"device": name, "torch": torch.__version__, "source": arguments.source}
+    if arguments.part == "layers":
         table = Table(
             "model:<14",
             "px=side_px:6d",
@@ -224,8 +223,8 @@ def main(argv: list[str]) -> int:
             "least=least_ratio:>7.2f",
             "most=most_ratio:>7.2f",
         )
-        found = table.rows(row for case in cases for row in layer_rows(*case, given.device))
-        return answered(answer | {"rows": found}, False, given.json)
+        results = table.rows(row for case in cases for row in layer_rows(*case, arguments.device))
+        return answered(answer | {"rows": results}, False, arguments.json)
     table = Table(
         "model:<14",
         "px=side_px:6d",
@@ -239,10 +238,10 @@ def main(argv: list[str]) -> int:
     rows = table.rows(
         row
         for model, side_px in cases
-        for row in model_rows(model, side_px, given.device, given.source)
+        for row in model_rows(model, side_px, arguments.device, arguments.source)
     )
     return answered(
-        answer | {"rows": rows}, any(abs(row["error"]) > MAX_ERROR for row in rows), given.json
+        answer | {"rows": rows}, any(abs(row["error"]) > MAX_ERROR for row in rows), arguments.json
     )
 
 

@@ -1,8 +1,8 @@
-"""The rig of the benchmarks.
+"""The rig of the benchmarks: options, runs, processes, rounds in turn, tables and JSON.
 
-Options, runs, processes, rounds in turn, tables on stderr and one JSON object on stdout.
-A benchmark is its cases, its measurement and its columns. `python -m scripts.bench.rig
-MODULE:FUNCTION ARGUMENTS` calls one function of a benchmark in a process of its own, or on a rank.
+Tables go to stderr, one JSON object to stdout. A benchmark has cases, a measurement and columns.
+`python -m scripts.bench.rig MODULE:FUNCTION ARGUMENTS` calls one function of a benchmark in its own
+process, or on a rank.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Table:
     def rows(
         self, rows: Rows, note: Callable[[dict[str, Any]], object] = lambda row: ""
     ) -> list[dict[str, Any]]:
-        """Print rows as they are made, and return them."""
+        """Print rows as they arrive, and return them."""
         return [self.row(row, note(row)) for row in rows]
 
 
@@ -208,11 +208,11 @@ def square(side_px: int) -> str:
 
 def in_turns(ways: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, list[T]]:
     """Call every way once a round, A B A B, and return the results of each in order."""
-    found: dict[K, list[T]] = {way: [] for way in ways}
+    results: dict[K, list[T]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way, call in ways.items():
-            found[way].append(call())
-    return found
+            results[way].append(call())
+    return results
 
 
 def quartiles(ratios: Sequence[float]) -> dict[str, float]:
@@ -245,7 +245,7 @@ def start_ranks(num_ranks: int, *program: str, log_to: Path | None = None) -> No
     """Run `python -m PROGRAM` on several ranks of this machine, one thread each.
 
     Raises:
-        SystemExit: a rank failed; its last lines are the message.
+        SystemExit: A rank failed; its last lines are the message.
     """
     argv = mpiexec_argv(num_ranks, [sys.executable, "-m", *program])
     ended = run_ranks(argv, rank_environment(1), Output(log_to, echo=False), RUN_LIMIT_S)
@@ -279,8 +279,8 @@ def in_child(
         return {"failed": f"did not end within {limit_s:.0f} s"}
     if ended.returncode:
         return {"failed": cause_of(ended.stderr.splitlines()) or f"exit code {ended.returncode}"}
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return result
 
 
 @contextmanager
@@ -350,8 +350,8 @@ def allocator_peaks(
 ) -> tuple[int, int | None]:
     """Return the most bytes allocated and reserved during a call (reserved: None on a processor).
 
-    torch's profiler reports every allocation and release on a processor, from the call's start on;
-    `static_bytes` are what was there before.
+    torch's profiler reports every allocation and release on a CPU, from the call's start on;
+    `static_bytes` were allocated before.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -368,10 +368,10 @@ def allocator_peaks(
     events = [
         event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
     ]
-    held = most = 0
+    allocated = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
+        allocated += event.nbytes()
+        most = max(most, allocated)
     return static_bytes + most, None
 
 

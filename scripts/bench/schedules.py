@@ -53,13 +53,13 @@ def target_cases() -> Iterator[tuple[str, Request, float]]:
 
     Times are equal and links free unless the name gives others.
     """
-    for ranks, num, link, asked in (
+    for ranks, num, link, target in (
         (8, 32, 0.0, {1: 0.325, 1.5: 0.44, 2: 0.62, 3: 0.82, 4: 0.91, 6: 0.945, 8: 0.965}),
         (4, 24, 0.0, {1: 0.58, 1.5: 0.81, 2: 0.94}),
         (8, 32, 0.25, {1: 0.25, 2: 0.42, 3: 0.59, 4: 0.74}),
         (16, 64, 0.0, {1: 0.17, 2: 0.32, 4: 0.60}),
     ):
-        for cap, efficiency in asked.items():
+        for cap, efficiency in target.items():
             name = f"P={ranks} N={num} K={cap:g}" + (f" link {link:g}" if link else "")
             yield name, _request(ranks, num, cap, link), efficiency
     for allow, copy, efficiency in (("recompute", 0.0, 0.70), ("offload", 2.0, 0.84)):
@@ -74,7 +74,7 @@ def target_cases() -> Iterator[tuple[str, Request, float]]:
 
 def published_schedules(request: Request) -> dict[str, Schedule]:
     """Build every published family that can serve a request, with its number of micro-batches."""
-    found = {}
+    schedules = {}
     for name, family in FAMILIES.items():
         if name == "capped" or (family.num_directions == 2 and request.num_micro_batches % 2):
             continue
@@ -83,8 +83,8 @@ def published_schedules(request: Request) -> dict[str, Schedule]:
         except GemsError:
             continue
         if schedule.num_micro_batches == request.num_micro_batches:
-            found[name] = schedule
-    return found
+            schedules[name] = schedule
+    return schedules
 
 
 def step_under_cap(schedule: Schedule, request: Request) -> tuple[float, float] | None:
@@ -102,11 +102,14 @@ def families(budget_s: float) -> int:
     columns: list[list[str | float | None]] = [[*names, "capped", "bound", "placement"]]
     for cap in CAPS:
         request = Request(8, 32, cap=cap, costs=DepthCosts(8), budget_s=budget_s)
-        made = published_schedules(request)
-        steps = [step_under_cap(made[name], request) if name in made else None for name in names]
-        found = find_schedule(request, made.values())
+        published = published_schedules(request)
+        steps = [
+            step_under_cap(published[name], request) if name in published else None
+            for name in names
+        ]
+        best = find_schedule(request, published.values())
         shown = [None if step is None else step[1] for step in steps]
-        columns.append([*shown, found.efficiency, found.bound, found.placement[:7]])
+        columns.append([*shown, best.efficiency, best.bound, best.placement[:7]])
     heads = {"P=8 N=32": "", **{f"K={cap:g}": ".3f" for cap in CAPS}}
     print(
         table(
@@ -124,21 +127,13 @@ def targets(budget_s: float) -> int:
     missed = 0
     for name, request, efficiency in target_cases():
         begin = time.perf_counter()
-        found = find_schedule(replace(request, budget_s=budget_s))
+        best = find_schedule(replace(request, budget_s=budget_s))
         taken_s = time.perf_counter() - begin
-        is_met = found.efficiency >= efficiency - ROUNDING
+        is_met = best.efficiency >= efficiency - ROUNDING
         missed += not is_met
-        how = f"{found.placement}, {found.method}{'' if is_met else '  MISSED'}"
+        how = f"{best.placement}, {best.method}{'' if is_met else '  MISSED'}"
         rows.append(
-            (
-                name,
-                efficiency,
-                f"{found.efficiency:.4f}",
-                found.bound,
-                max(found.peak),
-                taken_s,
-                how,
-            )
+            (name, efficiency, f"{best.efficiency:.4f}", best.bound, max(best.peak), taken_s, how)
         )
     heads = {
         "setting": "",
@@ -192,12 +187,12 @@ def settings(number: int) -> int:
     for turn in range(number):
         request = random_setting(random)
         others = rivals.published_schedules(request)
-        found = find_schedule(request, others)
-        costs = request.costs.stages(found.schedule.num_stages)
+        best = find_schedule(request, others)
+        costs = request.costs.stages(best.schedule.num_stages)
         network = request.network
-        lowered = validate(add_transfers(found.schedule, costs, network), costs, request.cap)
+        lowered = validate(add_transfers(best.schedule, costs, network), costs, request.cap)
         span = simulate(lowered, costs, network).span
-        helped += simulate(add_transfers(found.schedule), costs, network).span > span * (
+        helped += simulate(add_transfers(best.schedule), costs, network).span > span * (
             1 + TOLERANCE
         )
         for schedule in (*published_schedules(request).values(), *others):
@@ -212,14 +207,14 @@ def settings(number: int) -> int:
                     f"setting {turn}: {schedule.name} takes {step[0]:g}, capped {span:g}: {request}"
                 )
         early = add_transfers(
-            found.schedule, receives_ahead=max(map(len, found.schedule.rank_schedules))
+            best.schedule, receives_ahead=max(map(len, best.schedule.rank_schedules))
         )
         if span > simulate(early, costs, network).span * (1 + TOLERANCE):
             faults += 1
             print(f"setting {turn}: late receives prolong the step to {span:g}: {request}")
-        if request.cap is not None and max(found.peak) > request.cap + TOLERANCE:
+        if request.cap is not None and max(best.peak) > request.cap + TOLERANCE:
             faults += 1
-            print(f"setting {turn}: peak {max(found.peak):g} above the cap: {request}")
+            print(f"setting {turn}: peak {max(best.peak):g} above the cap: {request}")
     print(
         f"{number} random settings, lowered and simulated: slower than a published schedule that"
         f" keeps the cap: {slower} ({compared} comparisons, faster in {faster}); above the cap or"
@@ -232,13 +227,13 @@ def large(budget_s: float) -> int:
     """Print how long a large schedule takes to build and validate."""
     for num_ranks, num_micro_batches, cap in ((64, 256, 8.0), (256, 64, 4.0), (1024, 32, 2.0)):
         begin = time.perf_counter()
-        found = find_schedule(
+        best = find_schedule(
             replace(_request(num_ranks, num_micro_batches, cap), budget_s=budget_s)
         )
         taken_s = time.perf_counter() - begin
         print(
-            f"P={num_ranks} N={num_micro_batches} K={cap:g}: efficiency {found.efficiency:.3f}, "
-            f"bound {found.bound:.3f}, {found.placement}, built and validated in {taken_s:.1f} s"
+            f"P={num_ranks} N={num_micro_batches} K={cap:g}: efficiency {best.efficiency:.3f}, "
+            f"bound {best.bound:.3f}, {best.placement}, built and validated in {taken_s:.1f} s"
         )
     return 0
 

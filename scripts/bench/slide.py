@@ -1,4 +1,4 @@
-"""How much memory and time a rank takes to read one huge region of a whole-slide image.
+"""Memory and time of a rank that reads one huge region of a whole-slide image.
 
 A tiled pyramidal TIFF file of `--slide` px a side (enlarged tissue, deflated) is written to a
 temporary folder. In a process of its own the batch loader of a run then reads one training sample
@@ -33,14 +33,16 @@ NUM_LEVELS = 4
 
 def main(argv: list[str]) -> int:
     """Measure with each library and return 1 if one takes more memory than allowed."""
-    given = options(
+    arguments = options(
         __doc__, argv, side=16384, slide=18432, most=1.5, libraries=list(LIBRARIES), json=False
     )
     facts = machine()
     with tempfile.TemporaryDirectory() as scratch:
-        write_slide(Path(scratch), given.slide)
+        write_slide(Path(scratch), arguments.slide)
         file_bytes = (Path(scratch) / "slide.tif").stat().st_size
-        log(f"{given.side} px a side of a slide of {given.slide}, {file_bytes / 1e6:.0f} MB")
+        log(
+            f"{arguments.side} px a side of a slide of {arguments.slide}, {file_bytes / 1e6:.0f} MB"
+        )
         table = Table(
             "library:<12",
             "region GiB=region_bytes:>12.2f",
@@ -49,11 +51,11 @@ def main(argv: list[str]) -> int:
             "read s=read_s:>10.1f",
         )
         rows = []
-        for library in given.libraries:
-            found = in_child(read_region, scratch, given.side, library, threads=1)
-            rows.append(table.row({"library": library, **found}, found.get("failed", "")))
-    failed = any(row.get("ratio", given.most + 1) > given.most for row in rows)
-    return answered({"machine": facts, "rows": rows}, failed, given.json)
+        for library in arguments.libraries:
+            result = in_child(read_region, scratch, arguments.side, library, threads=1)
+            rows.append(table.row({"library": library, **result}, result.get("failed", "")))
+    failed = any(row.get("ratio", arguments.most + 1) > arguments.most for row in rows)
+    return answered({"machine": facts, "rows": rows}, failed, arguments.json)
 
 
 def read_region(folder: str, side_px: int, library: str) -> dict[str, float]:
@@ -127,8 +129,8 @@ def _tiles(pattern: np.ndarray[Any, Any], side_px: int) -> Iterator[np.ndarray[A
     for row in range(0, side_px, TILE_PX):
         for column in range(0, side_px, TILE_PX):
             top = row % len(pattern)
-            left = column % len(pattern)
-            yield np.ascontiguousarray(wide[top : top + TILE_PX, left : left + TILE_PX])
+            offset = column % len(pattern)
+            yield np.ascontiguousarray(wide[top : top + TILE_PX, offset : offset + TILE_PX])
 
 
 if __name__ == "__main__":

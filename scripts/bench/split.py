@@ -1,6 +1,5 @@
-"""What a split backward costs.
+"""Cost of a split backward (I then W) over the full one, by layer kind and for a ResNet stage.
 
-(I then W) over the full backward, for each layer kind and for a ResNet stage.
 A B A B interleaved in one process: a full backward, then ours (input gradient now, weight gradient
 later), then torch's own helper (torch.distributed.pipelining's stage_backward_input and
 stage_backward_weight). The ratio of a pair of neighbours in time is taken, and the median of those
@@ -38,8 +37,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the attended sequence."""
-        made: Tensor = self.attention(x, x, x, need_weights=False)[0]
-        return made
+        output: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return output
 
 
 # A row of the table: its layers and the shape of their input, whose batch is 16 times as large on a
@@ -117,8 +116,8 @@ class Bench:
 
     def _build(self) -> nn.ModuleList:
         torch.manual_seed(0)
-        made = self._make()
-        layers = nn.ModuleList(made if isinstance(made, list) else [made]).to(self._device)
+        module = self._make()
+        layers = nn.ModuleList(module if isinstance(module, list) else [module]).to(self._device)
         for parameter in layers.parameters():
             parameter.grad = torch.zeros_like(parameter)
         return layers
@@ -166,8 +165,10 @@ class Bench:
     def error(self, way: str) -> float:
         """Return the largest relative error of a method's gradients to the full backward's."""
         pairs = zip(self._layers["full"].parameters(), self._layers[way].parameters(), strict=True)
-        found = [(a.grad, b.grad) for a, b in pairs if a.grad is not None and b.grad is not None]
-        return max(float((a - b).abs().max() / a.abs().max()) for a, b in found)
+        pairs_of_grads = [
+            (a.grad, b.grad) for a, b in pairs if a.grad is not None and b.grad is not None
+        ]
+        return max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs_of_grads)
 
     def _now(self) -> float:
         if self._device.type == "cuda":
@@ -208,10 +209,10 @@ def _run_case(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:
 
 def main(argv: list[str]) -> int:
     """Print the table, or with --json one object; return 1 if a gradient differs."""
-    given = options(
+    arguments = options(
         __doc__, argv, json=False, only="", threads=1, device=("cpu", "cuda"), rounds=15
     )
-    if (device := opened_device("bench-split", given.device, given.threads)) is None:
+    if (device := opened_device("bench-split", arguments.device, arguments.threads)) is None:
         return 0
     machine()
     table = Table(
@@ -225,12 +226,12 @@ def main(argv: list[str]) -> int:
         "stash MB=stash_bytes:10.1f",
     )
     rows = table.rows(
-        (_run_case(case, device, given.rounds) for case in CASES if given.only in case[0]),
+        (_run_case(case, device, arguments.rounds) for case in CASES if arguments.only in case[0]),
         lambda row: row.get("torch_failed", "")[:60] if row["bit_equal"] else "GRADIENTS DIFFER",
     )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    answer = {"device": name, "torch": torch.__version__, "rounds": given.rounds, "cases": rows}
-    return answered(answer, not all(row["bit_equal"] for row in rows), given.json)
+    answer = {"device": name, "torch": torch.__version__, "rounds": arguments.rounds, "cases": rows}
+    return answered(answer, not all(row["bit_equal"] for row in rows), arguments.json)
 
 
 if __name__ == "__main__":

@@ -88,14 +88,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _raced(model: str, side: int, ways: list[tuple[str, str]], chosen: Any) -> list[Row]:
-    """Measure methods in turn, print the rows and what they show, and return the medians."""
+    """Measure methods in turn, print the rows and a summary, and return the medians."""
     columns = ["model:<14", "side=side_px:<6", "method=way:<18", "step s=step_s:>8.2f"]
     columns += ["resident MB=resident_bytes:>13.0f", "tensors MB=tensor_bytes:>12.0f"]
     table = Table(*columns, "error:>10.1e")
     with tempfile.TemporaryDirectory() as scratch:
 
         def measure(way: tuple[str, str]) -> Row:
-            found = in_child(
+            results = in_child(
                 measured,
                 [model, side, chosen.dtype],
                 *way,
@@ -104,17 +104,17 @@ def _raced(model: str, side: int, ways: list[tuple[str, str]], chosen: Any) -> l
                 limit_s=LIMIT_S,
                 threads=1,
             )
-            row = {"model": model, "side_px": side, "way": " ".join(way), **found}
-            return table.row(row, found.get("failed") or found["worst"])
+            row = {"model": model, "side_px": side, "way": " ".join(way), **results}
+            return table.row(row, results.get("failed") or results["worst"])
 
-        found = in_turns({way: partial(measure, way) for way in ways}, chosen.rounds)
+        results = in_turns({way: partial(measure, way) for way in ways}, chosen.rounds)
     log("medians; ratios of times, medians over rounds")
     table = Table(*columns, "over whole=whole:>12.3f", "over checkpoint=checkpoint:>17.3f")
     rows = []
-    for runs in found.values():
+    for runs in results.values():
         row = {key: _median([run.get(key) for run in runs]) for key in runs[0]}
         for other in (WHOLE, CHECKPOINT):
-            pairs = zip(runs, found.get((other, ""), []), strict=False)
+            pairs = zip(runs, results.get((other, ""), []), strict=False)
             row[other] = _median([_ratio(run, base, "step_s") for run, base in pairs])
         rows.append(table.row(row, row.get("failed") or ""))
     for line in targets(model, side, rows):
@@ -141,7 +141,7 @@ def _is_wrong(row: Row) -> bool:
 
 
 def targets(model: str, side: int, rows: list[Row]) -> Iterator[str]:
-    """Yield what the rows show beside the targets."""
+    """Yield the results of the rows beside the targets."""
     done = [row for row in rows if "step_s" in row]
     ours = [row for row in done if row["way"].startswith(STREAM)]
     theirs = [row for row in done if row["way"].startswith(LIGHTSTREAM) and not _is_wrong(row)]
@@ -189,20 +189,20 @@ def measured(case: tuple[str, int, str], way: str, how: str, steps: int, scratch
         step()
         return _now(device) - begin_s
 
-    found: Row = {}
+    row: Row = {}
     if device.type == "cuda":
         run()
-        found["tensor_bytes"] = allocator_peaks(device, 0, run)[0]
+        row["tensor_bytes"] = allocator_peaks(device, 0, run)[0]
     else:
         release_freed_memory()
         before = resident_bytes("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         run()
-        found["resident_bytes"] = resident_bytes("VmHWM") - before
-    found["step_s"] = statistics.median(run() for _ in range(steps))
+        row["resident_bytes"] = resident_bytes("VmHWM") - before
+    row["step_s"] = statistics.median(run() for _ in range(steps))
     if device.type == "cpu":
-        found["tensor_bytes"] = allocator_peaks(device, 0, run)[0]
-    return found | _error(network, Path(scratch) / "whole.pt", is_whole=way == WHOLE)
+        row["tensor_bytes"] = allocator_peaks(device, 0, run)[0]
+    return row | _error(network, Path(scratch) / "whole.pt", is_whole=way == WHOLE)
 
 
 def network_of(model: str, side: int) -> nn.Sequential:
@@ -224,7 +224,11 @@ def _error(network: nn.Module, path: Path, is_whole: bool) -> Row:
     """Keep the gradients of the whole image, or compare with them."""
     import torch
 
-    gradients = {name: each.grad for name, each in network.named_parameters() if each.requires_grad}
+    gradients = {
+        name: parameter.grad
+        for name, parameter in network.named_parameters()
+        if parameter.requires_grad
+    }
     if is_whole:
         torch.save(gradients, path)
     if not path.exists():
@@ -271,9 +275,9 @@ def _checkpoint(network: nn.Sequential, image: Tensor, how: str) -> Step:
 def _stream(network: nn.Sequential, image: Tensor, how: str) -> Step:
     from gems.streaming import stream
 
-    parts, _, kept = how.partition(":")
+    parts, _, keep = how.partition(":")
     grid = [int(part) for part in parts.split("x")]
-    streamed = stream(network, image, grid, kept=int(kept or 1))
+    streamed = stream(network, image, grid, kept=int(keep or 1))
     return lambda: _learn(streamed(image))
 
 
@@ -282,10 +286,10 @@ def _lightstream(network: nn.Sequential, image: Tensor, how: str) -> Step:
     from torch import nn
 
     package = ModuleType(LIGHTSTREAM)  # its own imports Lightning, which its core does not need
-    found = find_spec(LIGHTSTREAM)
-    if found is None:
+    spec = find_spec(LIGHTSTREAM)
+    if spec is None:
         raise SystemExit("not installed: make bench-streaming, or pip install lightstream==1.0.7")
-    package.__path__ = found.submodule_search_locations or []
+    package.__path__ = spec.submodule_search_locations or []
     sys.modules[LIGHTSTREAM] = package
     from lightstream.core.constructor import StreamingConstructor
 
@@ -297,7 +301,7 @@ def _lightstream(network: nn.Sequential, image: Tensor, how: str) -> Step:
             if hasattr(block, "scale") and isinstance(block.scale, nn.Parameter):
                 nn.init.ones_(block.scale)  # while it looks for the edges, as it does for timm's
 
-    made = StreamingConstructor(
+    constructor = StreamingConstructor(
         trunk,
         int(how),
         verbose=False,
@@ -305,15 +309,15 @@ def _lightstream(network: nn.Sequential, image: Tensor, how: str) -> Step:
         normalize_on_gpu=False,
         before_streaming_init_callbacks=[even],
     )
-    made.statistics_on_cpu = False  # would move the network to a GPU afterwards
-    streaming = made.prepare_streaming_model()
+    constructor.statistics_on_cpu = False  # would move the network to a GPU afterwards
+    streaming = constructor.prepare_streaming_model()
     streaming.stream_module.to(device)
     streaming.device = device
 
     def step() -> None:
-        found = streaming.forward(image).requires_grad_()
-        _learn(head(found))
-        streaming.backward(image, found.grad)
+        spec = streaming.forward(image).requires_grad_()
+        _learn(head(spec))
+        streaming.backward(image, spec.grad)
 
     return step
 

@@ -85,9 +85,9 @@ def _raced(
                 way: composed(model, ONE, of_all, own, chosen.overrides)
                 for way, own in ways.items()
             }
-            found = trained_in_turns(specs, chosen.rounds)
+            runs = trained_in_turns(specs, chosen.rounds)
             rows += table.rows(
-                ({"model": name, "height_px": height, **row} for row in found), _why_not
+                ({"model": name, "height_px": height, **row} for row in runs), _why_not
             )
     return rows
 

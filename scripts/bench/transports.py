@@ -1,7 +1,6 @@
-"""Simulated step of a pipeline of GPUs by what carries its messages.
+"""Simulated step of a pipeline of GPUs by transport; derived, not measured.
 
-Derived, nothing here is measured.
-Ways: `free`, links that take no time; `device`, from GPU to GPU (NCCL, or MPI that takes device
+Transports: `free`, links that take no time; `device`, from GPU to GPU (NCCL, or MPI that takes device
 memory); `staged`, through pinned host memory by copies on streams of their own, as the engine does;
 `staged, blocking`, the same copies on the compute stream, for which the host waits, as it did until
 2026-11. Takes Hydra overrides. Prints a table on stderr and JSON on stdout.
@@ -70,17 +69,18 @@ def _steps(spec: RunSpec) -> dict[str, float]:
 
 
 def _with_copies(costs: StageCosts, machine: MachineConfig) -> StageCosts:
-    """Return costs whose compute takes the copies of its messages too.
-
-    What comes in, and what goes out.
-    """
+    """Return costs whose compute includes the copies of incoming and outgoing messages."""
     out_s = 1.0 / machine.d2h_bytes_per_s
     in_s = 1.0 / machine.h2d_bytes_per_s
-    made = (*costs.boundary_bytes[: costs.num_stages - 1], 0.0)
-    read = (0.0, *made[:-1])
-    forward = (f + b * out_s + a * in_s for f, a, b in zip(costs.forward, read, made, strict=True))
+    boundary_bytes = (*costs.boundary_bytes[: costs.num_stages - 1], 0.0)
+    read = (0.0, *boundary_bytes[:-1])
+    forward = (
+        f + b * out_s + a * in_s
+        for f, a, b in zip(costs.forward, read, boundary_bytes, strict=True)
+    )
     backward = (
-        i + a * out_s + b * in_s for i, a, b in zip(costs.input_grad, read, made, strict=True)
+        i + a * out_s + b * in_s
+        for i, a, b in zip(costs.input_grad, read, boundary_bytes, strict=True)
     )
     return replace(costs, forward=tuple(forward), input_grad=tuple(backward))
 

@@ -35,7 +35,7 @@ CORES_OF_A_PROOF = 4  # of which some run on four ranks
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a part or render the page: one line on stderr and exit code 2 for bad input."""
     file: dict[str, Any] = {"type": Path, "metavar": "FILE"}
-    given = options(
+    arguments = options(
         __doc__,
         argv,
         number={"nargs": "?", "metavar": "PART"},
@@ -48,13 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         page=file,
     )
     try:
-        if given.render is not None:
-            return _render(given.render, given.page)
-        lines = _measure(_parts(given.number), given.only, given.small, given.out, given.limit_s)
+        if arguments.render is not None:
+            return _render(arguments.render, arguments.page)
+        lines = _measure(
+            _parts(arguments.number),
+            arguments.only,
+            arguments.small,
+            arguments.out,
+            arguments.limit_s,
+        )
     except GemsError as refused:
         print("on_gpu:", refused, file=sys.stderr)
         return refused.exit_code
-    return answered(lines, has_failed(lines), given.json)
+    return answered(lines, has_failed(lines), arguments.json)
 
 
 def _parts(word: str | None) -> tuple[int, ...]:
@@ -72,7 +78,7 @@ def _measure(
     """Run the rows of some parts, and return their lines.
 
     Raises:
-        ConfigError: no row is named so, torch sees no GPU here, or the file cannot be written.
+        ConfigError: No row is named so, torch sees no GPU here, or the file cannot be written.
     """
     end_s = time.monotonic() + limit_s - MARGIN_S
     names = [row.name for part in parts for row in rows_of(part)]
@@ -92,15 +98,15 @@ def _measure(
 
 
 def _machine() -> dict[str, Any]:
-    found = in_child(cases.facts, limit_s=FACTS_LIMIT_S)
-    if "failed" in found:
+    facts = in_child(cases.facts, limit_s=FACTS_LIMIT_S)
+    if "failed" in facts:
         raise ConfigError(
             "GPU",
             None,
-            f"{found['failed']}: nothing was measured",
+            f"{facts['failed']}: nothing was measured",
             "run it on a machine with a GPU",
         )
-    return found
+    return facts
 
 
 def _render(path: Path, out: Path | None) -> int:

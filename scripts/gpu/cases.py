@@ -1,8 +1,7 @@
-"""What rows measure that no benchmark does.
+"""Measurements of rows that are not benchmarks.
 
-Each function runs in a process of its own, and only there loads torch.
-One of several cases prints the figures of those that have ended, so that some are left where its
-time is over.
+Each function runs in its own process, and loads torch only there. A function of several cases
+prints the figures of each case as it ends, so that some remain after a time-out.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ Precisions = Sequence[tuple[str, bool | None]]  # with the use of TF32
 
 
 def facts() -> dict[str, Any]:
-    """Return what this machine is.
-
-    Its hardware, the versions of what runs on it, and whether its GPU is a real one.
-    """
+    """Return this machine's hardware and software versions, and whether its GPU is a real one."""
     import torch
 
     if not torch.cuda.is_available():
@@ -74,16 +70,16 @@ def _driver() -> str | None:
         import pynvml
 
         pynvml.nvmlInit()
-        found = pynvml.nvmlSystemGetDriverVersion()
+        version = pynvml.nvmlSystemGetDriverVersion()
     except Exception:  # there is no such driver, or none that answers
         return None
-    return found.decode() if isinstance(found, bytes) else str(found)
+    return version.decode() if isinstance(version, bytes) else str(version)
 
 
 def machine() -> dict[str, Any]:
     """Return the hardware and the versions of this machine as figures."""
-    found = facts()
-    return {**found["hardware"], **found["versions"]} if "hardware" in found else found
+    values = facts()
+    return {**values["hardware"], **values["versions"]} if "hardware" in values else values
 
 
 def trained(
@@ -91,9 +87,8 @@ def trained(
 ) -> list[dict[str, Any]]:
     """Train each run on this machine; `words` are overrides of all.
 
-    Return what it took and held, beside the prediction if `predicts`.
-    `ratio` is a step's time over the first run's, with `first_is_base`. A run that fails is named
-    with the reason.
+    Return time and bytes, beside the prediction if `predicts`. With `first_is_base`, `ratio` is a
+    step's time over the first run's. A run that fails is named with the reason.
     """
     rows = _shown({"way": way, **_trained(f"{words} {own}", predicts)} for way, own in ways.items())
     return _over_the_first(rows) if first_is_base else rows
@@ -101,11 +96,11 @@ def trained(
 
 def _shown(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Print all rows so far with each one that is made, and return them."""
-    made: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for row in rows:
-        made.append(row)
-        print(json.dumps(made), flush=True)
-    return made
+        entries.append(row)
+        print(json.dumps(entries), flush=True)
+    return entries
 
 
 def _over_the_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -235,7 +230,7 @@ def idle_share(model: str, sizes: Sequence[int], micro_batches: int) -> list[dic
 
 
 def union(spans: Iterable[tuple[int, int]]) -> int:
-    """Return the length of what sorted spans cover together."""
+    """Return the length of the union of sorted spans."""
     covered = last = 0
     for begin, end in spans:
         covered += max(0, end - max(begin, last))

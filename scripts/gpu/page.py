@@ -1,4 +1,4 @@
-"""The page of what was measured on GPUs, docs/gpu.md, from the lines of `record`."""
+"""The page of measurements on GPUs, docs/gpu.md, from the lines of `record`."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def page(lines: Sequence[Line]) -> str:
 
 
 def _planned() -> str:
-    """Return the tables of what will be measured."""
+    """Return the tables of planned measurements."""
     text = ""
     for part, title in TITLES.items():
         cells = [(row.name, row.question, f"{row.limit_s:.0f}") for row in rows_of(part)]
@@ -111,7 +111,7 @@ def _of_gpu(gpu: str, lines: Sequence[Line]) -> str:
 
 
 def _row(name: str, row: Row | None, line: Line | None) -> str:
-    """Return one row: its question, figures or why there are none, and when and how."""
+    """Return one row: its question, its figures or the error, its date and command."""
     head = f"\n**{name[:1].upper()}{name[1:]}.** {row.question if row else ''}".rstrip()
     if line is None:
         return f"{head} Not measured on a GPU.\n"

@@ -1,4 +1,4 @@
-"""The file of lines, one JSON object each: what a row gave, where, when and by which command."""
+"""The file of results, one JSON line each: a row's figures, machine, time and command."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run_part(
     `scripts.gpu.cases.facts` tells it.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: The file cannot be written.
     """
     end_s = monotonic() + limit_s
     one_at_a_time = Lock()
@@ -87,7 +87,7 @@ def append(out: Path, line: Line) -> None:
     """Append a line to the file, which is made if it is not there.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: The file cannot be written.
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ def read_lines(path: Path) -> list[Line]:
     """Read the lines of a file, oldest first.
 
     Raises:
-        ConfigError: it cannot be read, or a line is none of this schema.
+        ConfigError: It cannot be read, or a line is none of this schema.
     """
     try:
         texts = path.read_text().splitlines()

@@ -37,8 +37,8 @@ class Row:
     """One proof or measurement.
 
     Attributes:
-        name: what it is called on the page and by `--only`.
-        question: what it answers, in one line.
+        name: The name on the page and for `--only`.
+        question: The question that it answers, in one line.
         program: the module and its arguments, as after `python -m`.
         limit_s: seconds until its processes are ended.
         environment: variables that it needs beside this process's.
@@ -99,7 +99,7 @@ def run(row: Row, limit_s: float, environment: Mapping[str, str] | None = None) 
 
 
 def _read(row: Row, lines: Sequence[str]) -> tuple[Figures, str]:
-    """Return the figures of what a row printed, or why there are none."""
+    """Return the figures that a row printed, or the error."""
     try:
         return row.read(lines), ""
     except ValueError as error:
@@ -112,25 +112,24 @@ def _why(lines: Sequence[str], otherwise: str) -> str:
 
 
 def answer(key: str = "") -> Read:
-    """Return what reads the JSON that a program prints last: below `key` if given.
+    """Return a reader of the JSON that a program prints last, below `key` if given.
 
-    `ways` become a figure each.
-    The reader raises ValueError if there is none.
+    Each of `ways` becomes a figure. The reader raises ValueError if there is none.
     """
 
     def read(lines: Sequence[str]) -> Figures:
         for line in reversed(lines):
             if line.startswith(("{", "[")):
                 try:
-                    found = json.loads(line)
+                    document = json.loads(line)
                 except ValueError:
                     continue
-                found = found[key] if key else found
-                if found:
+                document = document[key] if key else document
+                if document:
                     return [
                         flat
-                        for each in (found if isinstance(found, list) else [found])
-                        for flat in _flat(each)
+                        for item in (document if isinstance(document, list) else [document])
+                        for flat in _flat(item)
                     ]
         raise ValueError("printed no answer")
 
@@ -141,7 +140,9 @@ def _flat(figure: dict[str, Any]) -> Figures:
     ways = figure.get("ways")
     rest = {name: value for name, value in figure.items() if name != "ways"}
     return (
-        [rest] if ways is None else [{**rest, "way": way, **found} for way, found in ways.items()]
+        [rest]
+        if ways is None
+        else [{**rest, "way": way, **figures} for way, figures in ways.items()]
     )
 
 
@@ -149,7 +150,7 @@ def pytest_counts(lines: Sequence[str]) -> Figures:
     """Read how many tests passed.
 
     Raises:
-        ValueError: pytest did not come to its end.
+        ValueError: Pytest did not come to its end.
     """
     text = "\n".join(lines)
     counts = {

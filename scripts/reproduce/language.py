@@ -43,7 +43,7 @@ def block(name: str, kind: str, target: str, **options: Any) -> Layer:
 
 
 def check(model: ModelConfig, data: DataConfig, least_depth: int) -> None:
-    """Refuse sizes of which there is no network."""
+    """Refuse sizes without a network."""
     if model.depth < least_depth:
         raise ConfigError("model.depth", model.depth, f"LSTM layers, at least {least_depth}")
     if model.width < 1:
@@ -185,7 +185,7 @@ def main() -> None:
     for name, model in PUBLISHED.items():
         layers = layers_of(model, DataConfig(name=MODELS[model.name].takes))
         modules = build_layers(layers, 0, len(layers), 0, device="meta")
-        count = sum(each.numel() for module in modules for each in module.parameters())
+        count = sum(parameter.numel() for module in modules for parameter in module.parameters())
         rows.append((name, len(layers), count))
     print(table({"network": "", "layers": "d", "parameters": ",d"}, rows))
 

@@ -29,16 +29,16 @@ def largest(model: str, ranks: int) -> dict[str, int]:
     words = [*RUN.split(), f"model={model}", f"parallel.partitions={ranks}"]
     argv = [sys.executable, "-m", "gems", "partition", "--largest", "depth", "--json", *words]
     answer = json.loads(subprocess.run(argv, stdout=subprocess.PIPE, check=True).stdout)
-    return {each["method"]: each["num_parameters"] for each in answer["methods"]}
+    return {row["method"]: row["num_parameters"] for row in answer["methods"]}
 
 
 def main() -> None:
     """Print the ratios beside the paper's."""
     cells = []
     for (family, model), ranks in product(FAMILIES.items(), RANKS):
-        found = largest(model, ranks)
+        sizes = largest(model, ranks)
         for method, rival in product(("mcap", "exact"), RIVALS):
-            ratio = found[method] / max(1, found[rival])
+            ratio = sizes[method] / max(1, sizes[rival])
             published = "1.55" if method == "mcap" else "-"
             cells.append((family, ranks, method, rival, ratio, published))
     columns = {"family": "", "ranks": "d", "method": "", "over": "", "ratio": ".2f"}

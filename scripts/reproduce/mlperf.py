@@ -37,10 +37,10 @@ ACCELERATOR = re.compile(r"\baccelerator(?:_model_name)?\W+([^\"'\\]+)")
 def entries(path: Path) -> Iterator[tuple[str, float, Any, dict[str, Any]]]:
     """Yield key, seconds, value and metadata of each line of a log."""
     for line in path.read_text(errors="replace").splitlines():
-        if (found := FORMS.search(line)) is not None:
-            document = json.loads(found["log"] or found["value"])
-            key = found["key"] or document["key"]
-            time_s = float(found["time"]) if found["time"] else document["time_ms"] / 1e3
+        if (match := FORMS.search(line)) is not None:
+            document = json.loads(match["log"] or match["value"])
+            key = match["key"] or document["key"]
+            time_s = float(match["time"]) if match["time"] else document["time_ms"] / 1e3
             yield key, time_s, document["value"], document["metadata"]
 
 
@@ -52,7 +52,7 @@ def read_log(path: Path) -> tuple[int, float]:
     starts again was cut off.
 
     Raises:
-        ValueError: the log does not tell the batch, the samples or an epoch.
+        ValueError: The log does not tell the batch, the samples or an epoch.
     """
     values: dict[str, Any] = {}
     spans: dict[str, list[tuple[float, float]]] = {name: [] for name in STOPS.values()}
@@ -95,7 +95,7 @@ def result(place: Path) -> Iterator[tuple[str, int, int, float, Path]]:
         steps.setdefault(batch, []).append(step_s)
     text = (place.parents[2] / "systems" / f"{place.parent.name}.json").read_text()
     sizes = [name.search(text) for name in (NODES, RANKS_PER_NODE)]
-    accelerators = math.prod(int(found[1]) if found else 0 for found in sizes)
+    accelerators = math.prod(int(size[1]) if size else 0 for size in sizes)
     named = ACCELERATOR.search(text)
     if not accelerators or named is None:
         raise ValueError(f"{place}: its system has no nodes or accelerators")

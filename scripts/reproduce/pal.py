@@ -1,7 +1,6 @@
-"""The projections of Pal et al.
+"""The projections of Pal et al. (IEEE Micro 39(5), 2019, arXiv 1907.13257), recomputed.
 
-(IEEE Micro 39(5), 2019, arXiv 1907.13257), recomputed; `--out FILE` draws them.
-N workers of two devices gain SU^2 / 2 x E_2N / E_N over 2 N workers of one, where the scaling
+`--out FILE` draws them. N workers of two devices gain SU^2 / 2 x E_2N / E_N over 2 N workers of one, where the scaling
 efficiency is 1, as the paper is recalled to assume. Bands are the rounding of the inputs' last
 digits. The gains at the most devices stand in the abstract and are confirmed; speed-ups, batches
 and Inception-V3's epochs are recalled and unchecked. Of GNMT and BigLSTM the growth of the epochs
@@ -49,7 +48,7 @@ class Network:
     @property
     def case(self) -> HybridCase:
         """The planner's case."""
-        epochs = {self.worker_batch * devices: each for devices, each in self.epochs.items()}
+        epochs = {self.worker_batch * devices: count for devices, count in self.epochs.items()}
         return HybridCase(self.worker_batch, EpochTable.of(epochs), {WAYS: self.speedup})
 
     @property
@@ -120,15 +119,15 @@ def measured_gains() -> Iterator[tuple[str, str, int, Quantity]]:
 
 
 def crossing(network: Network) -> str:
-    """Return where two-way workers begin to win."""
-    found = break_even(network.case, WAYS, network.devices, draws_of(network.case))
-    if found.below is None:
+    """Return the number of devices at which two-way workers begin to win."""
+    crossing_point = break_even(network.case, WAYS, network.devices, draws_of(network.case))
+    if crossing_point.below is None:
         return (
-            f"{network.title}: at {found.listed} devices or fewer, below which the inputs do not"
+            f"{network.title}: at {crossing_point.listed} devices or fewer, below which the inputs do not"
             " reach"
         )
-    at = f"at {found.devices}, {found.low:.0f} to {found.high:.0f}"
-    return f"{network.title}: between {found.below} and {found.listed} devices ({at})"
+    at = f"at {crossing_point.devices}, {crossing_point.low:.0f} to {crossing_point.high:.0f}"
+    return f"{network.title}: between {crossing_point.below} and {crossing_point.listed} devices ({at})"
 
 
 def draw(path: Path) -> None:

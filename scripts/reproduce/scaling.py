@@ -180,9 +180,9 @@ def show(series: Series, rows: list[Row]) -> None:
     columns |= {"error [%]": "+.1f", "exposed sums [ms]": ".1f", "stragglers [ms]": ".1f"}
     medians = {}
     for choice, bases in series.choices.items():
-        found = [simulated(series, bases, row) for row in rows]
+        points = [simulated(series, bases, row) for row in rows]
         errors = [
-            step_s / row.step_s - 1.0 for row, (_, step_s, *_) in zip(rows, found, strict=True)
+            step_s / row.step_s - 1.0 for row, (_, step_s, *_) in zip(rows, points, strict=True)
         ]
         if not medians:
             cells = [
@@ -197,7 +197,7 @@ def show(series: Series, rows: list[Row]) -> None:
                     1e3 * stragglers_s,
                 )
                 for row, error, (base, step_s, sums_s, stragglers_s) in zip(
-                    rows, errors, found, strict=True
+                    rows, errors, points, strict=True
                 )
             ]
             print(

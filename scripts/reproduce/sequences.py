@@ -84,8 +84,8 @@ class Recurrent(nn.Module):
         self.output_names = ("main", *carried) if carried else ()
 
     def forward(self, x: Tensor, *carried: Tensor) -> Tensor | tuple[Tensor, ...]:
-        made, _ = self.lstm(x)
-        out: Tensor = x + made if self.is_residual else made
+        output, _ = self.lstm(x)
+        out: Tensor = x + output if self.is_residual else output
         return (out, *carried) if carried else out
 
 
@@ -127,8 +127,8 @@ class ContextDecoder(Recurrent):
         )
 
     def forward(self, x: Tensor, *context: Tensor) -> Tensor | tuple[Tensor, ...]:
-        made, _ = self.lstm(torch.cat([x, *context], dim=2))
-        out: Tensor = x + made if self.is_residual else made
+        output, _ = self.lstm(torch.cat([x, *context], dim=2))
+        out: Tensor = x + output if self.is_residual else output
         return (out, *context) if self.output_names else out
 
 

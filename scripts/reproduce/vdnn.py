@@ -113,12 +113,12 @@ class Network:
         return {0, *(call.writes for call in self.calls if call.kind != LINEAR)}
 
     def _new(self, channels: int, px: tuple[int, int]) -> Map:
-        made = Map(len(self.buffer_bytes), channels, px)
-        self.buffer_bytes.append(self._bytes(made))
-        return made
+        new = Map(len(self.buffer_bytes), channels, px)
+        self.buffer_bytes.append(self._bytes(new))
+        return new
 
     def _bytes(self, *maps: Map) -> int:
-        return sum(ITEM_BYTES * self.images * each.channels * math.prod(each.px) for each in maps)
+        return sum(ITEM_BYTES * self.images * map_.channels * math.prod(map_.px) for map_ in maps)
 
     def _add_linear(self, given: Map, in_features: int, out_features: int) -> Map:
         into = self._new(out_features, (1, 1))
@@ -136,8 +136,8 @@ class Network:
         if isinstance(step, Fork):
             for branch in step.branches:
                 now = given
-                for each in branch[:-1]:
-                    now = self._add(each, now)
+                for layer in branch[:-1]:
+                    now = self._add(layer, now)
                 self._add(branch[-1], now, into)
         elif isinstance(step, Conv):
             weights = given.channels * math.prod(step.kernel)
@@ -224,8 +224,8 @@ def play(network: Network, policy: str) -> Outcome:
     moments: list[tuple[float, int]] = []
 
     def wait(seconds: float) -> None:
-        held = [network.buffer_bytes[each] for each in (*maps, *gradients) if each in managed]
-        moments.append((seconds, sum(held)))
+        sizes = [network.buffer_bytes[index] for index in (*maps, *gradients) if index in managed]
+        moments.append((seconds, sum(sizes)))
 
     def fetch(buffer: int) -> float:
         copied = 0 if buffer in maps else network.buffer_bytes[buffer]
@@ -252,8 +252,8 @@ def play(network: Network, policy: str) -> Outcome:
                 gradients.discard(buffer)
     step_s = sum(seconds for seconds, _ in moments)
     lost = 1.0 - sum(call.forward_s + call.backward_s for call in calls) / step_s
-    timed = [held for seconds, held in moments if seconds]
-    by_time = sum(seconds * held for seconds, held in moments) / step_s
+    timed = [num_bytes for seconds, num_bytes in moments if seconds]
+    by_time = sum(seconds * num_bytes for seconds, num_bytes in moments) / step_s
     return Outcome(step_s, lost, by_time, sum(timed) / len(timed), max(timed))
 
 
@@ -307,18 +307,20 @@ def rows() -> Iterator[tuple[Load | None, str, str, float, float]]:
         share = 100 * study(load).managed_bytes / study(load).total_bytes
         yield load, "feature layers' share", "%", share, published
     for load, published in ((VGG16, 28.0), (DEEP[-1], 67.1)):  # the second is recalled
-        found = study(load)
+        studies = study(load)
         yield (
             load,
             "baseline without workspace",
             "GB",
-            (found.total_bytes - found.workspace_bytes) / GB,
+            (studies.total_bytes - studies.workspace_bytes) / GB,
             published,
         )
-        yield load, "baseline", "GB", found.total_bytes / GB, published
+        yield load, "baseline", "GB", studies.total_bytes / GB, published
     assert MACHINE.device_bytes is not None
     beyond = [study(load) for load in LOADS if study(load).total_bytes > MACHINE.device_bytes]
-    saved = [found.saved(step.by_time) for found in beyond for step in (found.conv, found.all)]
+    saved = [
+        studies.saved(step.by_time) for studies in beyond for step in (studies.conv, studies.all)
+    ]
     yield None, "how many of the ten exceed the card", "", len(beyond), 6
     yield None, "of these: average saved, least", "%", min(saved), 73.0
     yield None, "of these: average saved, most", "%", max(saved), 98.0
