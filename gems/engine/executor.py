@@ -14,17 +14,19 @@ from gems.autograd.outputs import as_tuple, map_tensors
 from gems.autograd.storages import tensor_bytes
 from gems.engine.action_loop import ActionLoop
 from gems.engine.evaluation.metrics import LossSums, Metric
-from gems.engine.loss import StepWeight, SummedLoss
 from gems.engine.optimization.update import Update
 from gems.engine.stage import Loss, Stage
 from gems.engine.stages.open_stages import OpenStages
+from gems.engine.step_weight import StepWeight
 from gems.engine.supervision.out_of_memory import note_memory
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.tensor_router import TensorRouter, copy_shared
 from gems.engine.transport.p2p_channels import P2PChannels
+from gems.losses.summed import SummedLoss
 from gems.runs.heartbeat import Heartbeat
 from gems.schedule.action import Action, Kind
 from gems.schedule.schedule import Schedule
+from gems.streaming.block_plan import Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class _Task(NamedTuple):
     ends_in_loss: bool
     is_split: bool
     is_run_again: bool
+    part: Box | None  # of the maps of labels, if not all of them
 
 
 class Executor:
@@ -83,7 +86,6 @@ class Executor:
         stages: The stages in one piece.
         store: The activation store, if the schedule needs one.
         activations: The bytes that stages keep between F and the end of backward.
-        metrics: The metrics that get the outputs and labels of a schedule without backward.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class Executor:
         self._weight = 1.0
         self._channels = channels
         self._recorder = recorder
-        self.metrics: Sequence[Metric] = ()
+        self._metrics: Sequence[Metric] = ()
         self._last_stage = schedule.num_stages - 1
         self._segments = stages.by_key
         self.activations = (
@@ -172,6 +174,15 @@ class Executor:
         finally:
             self._samples.set_bytes(0)
         return self._sums.read()
+
+    def measure_with(self, metrics: Sequence[Metric]) -> None:
+        """Pass the outputs and labels of a schedule without backward to metrics.
+
+        If all of them add up over the parts of maps, they get the outputs of each strip.
+        """
+        self._metrics = metrics
+        for stage in self.stages.values():
+            stage.gives_parts = all(metric.takes_parts for metric in metrics)
 
     def _forward(self, action: Action) -> None:
         task = self._tasks[action]
@@ -241,8 +252,9 @@ class Executor:
         output = task.segment.infer(inputs)
         if action.stage != self._last_stage:
             self.router.put(action, copy_shared(as_tuple(output), inputs))
-        elif output is not None:  # in strips, the last strip gives the output of the image
-            self._measure(output, self._batch.labels[task.whole])
+        elif output is not None:  # in strips, the last strip may give the output of the image
+            part = task.segment.part_of(task.micro_batch)
+            self._measure(output, part_of_maps(self._batch.labels[task.whole], part))
         self.router.release(inputs, action)
         self._recorder.compute(action, start)
 
@@ -251,7 +263,7 @@ class Executor:
             return
         known = map_tensors(lambda tensor: tensor[: len(labels)], output)
         labels = labels if labels.is_floating_point() else labels.long()
-        for metric in self.metrics:
+        for metric in self._metrics:
             metric.update(known, labels)
 
     def _still_read(self, action: Action) -> set[int]:
@@ -282,13 +294,15 @@ class Executor:
         stage, micro_batch, segment = action.stage, _micro_batch(action), action.segment
         place = stage, micro_batch, action.direction, segment
         ends = stage == self._last_stage and segment == self.schedule.last_segment(stage)
+        runs = self._segments[action.direction, stage, segment]
         return _Task(
-            self._segments[action.direction, stage, segment],
+            runs,
             micro_batch,
             micro_batch // self.schedule.num_strips,
             ends_in_loss=ends,
             is_split=self.schedule.has(Kind.I, *place),
             is_run_again=self.schedule.has(Kind.R, *place),
+            part=runs.part_of(micro_batch) if ends else None,
         )
 
     def _loss(self, task: _Task, is_counted: bool = True) -> Loss | None:
@@ -298,7 +312,7 @@ class Executor:
         """
         if not task.ends_in_loss:
             return None
-        labels = self._batch.labels[task.whole]
+        labels = part_of_maps(self._batch.labels[task.whole], task.part)
         assert self._training is not None
         loss = self._training.loss
         if is_counted:
@@ -360,6 +374,15 @@ class Executor:
         else:
             self._training.update.step()
         self._recorder.compute(action, start)
+
+
+def part_of_maps(labels: Tensor, part: Box | None) -> Tensor:
+    """Return a part of maps (N, H, W); labels that are no maps are returned whole."""
+    if part is None or labels.ndim < 3:
+        return labels
+    for dim, (begin, end) in enumerate(part, 1):
+        labels = labels.narrow(dim, begin, end - begin)
+    return labels
 
 
 def _micro_batch(action: Action) -> int:

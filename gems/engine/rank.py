@@ -9,15 +9,16 @@ import torch
 from gems.config.training import captures_graphs
 from gems.engine.device import DTYPES, seed_generators, use_own_stream
 from gems.engine.executor import Executor, Training
-from gems.engine.loss import StepWeight, SummedLoss
 from gems.engine.optimization.update import Update
 from gems.engine.rank_stages import Stages
 from gems.engine.stages.open_stages import open_stages
 from gems.engine.step_loop import check_ranks
+from gems.engine.step_weight import StepWeight
 from gems.engine.supervision.recorder import Recorder
 from gems.engine.transport.connections import Connections
 from gems.engine.transport.mpi import Comm
 from gems.engine.transport.polling import WaitState, reduce_timer_slack
+from gems.losses.summed import SummedLoss
 from gems.memory.plan import MemoryPlan
 from gems.plan.rank_plan import RankPlan
 from gems.runs.heartbeat import Heartbeat
@@ -71,16 +72,15 @@ class Rank:
         connections = Connections.open(plan, comm, device, wait_state)
         stages = Stages.open(plan, comm, device, trains)
         channels = connections.open_channels(plan.schedule, stages.output_specs(), recorder)
-        running = open_stages(
-            stages.modules, stages.options(trains, connections.num_sharers), channels.poll, recorder
-        )
+        dtype = DTYPES[spec.train.dtype]
+        like = stages.of_model.output(spec.data, spec.parallel.micro_batch_size, dtype)
+        loss = SummedLoss(spec.loss, spec.data, dtype, device, like)
+        options = stages.options(trains, connections.num_sharers, loss)
+        running = open_stages(stages.modules, options, channels.poll, recorder)
         recorder.weights.count_bytes(sum(stage.state_bytes for stage in running.whole.values()))
         update = Update.open(plan, stages, connections)
         if update.gradients.starts_early:
             channels.poll_also(update.gradients.poll)
-        dtype = DTYPES[spec.train.dtype]
-        like = stages.of_model.output(spec.data, spec.parallel.micro_batch_size, dtype)
-        loss = SummedLoss(spec.loss, spec.data, dtype, device, like)
         step_weight = StepWeight(loss, spec.parallel.global_batch, connections.labels)
         training = Training(loss, step_weight, update, stages.begin_draws)
         train = Executor(plan.schedule, index, running, channels, recorder, heartbeat, training)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from gems.engine.stages.open_stages import OpenStages, StageOptions
 from gems.engine.stages.streamed import EvaluationInStrips, StripLayers
 from gems.engine.stages.strip_forms import StripForms, draws_in, find_evaluation_forms, find_forms
 from gems.engine.transport.mpi import Comm, allgather
+from gems.losses.summed import SummedLoss
 from gems.models.build import TensorSpec, freeze
 from gems.models.mixed import Precision
 from gems.plan.rank_plan import RankPlan
@@ -25,8 +27,10 @@ from gems.schedule.families.given_placement import forward_only
 from gems.schedule.lower import lower
 from gems.schedule.schedule import Schedule
 from gems.schedule.validate import validate
+from gems.streaming.block_plan import Box
 from gems.streaming.strip_stage import StripStage
 
+_log = logging.getLogger(__name__)
 Specs = Sequence[tuple[TensorSpec, ...]]
 
 
@@ -104,8 +108,11 @@ class Stages:
         size = spec.parallel.micro_batch_size
         return self.of_model.output_specs(spec.data, size, self.precision)
 
-    def options(self, trains: bool, num_sharers: int) -> StageOptions:
-        """Return how the schedule runs the stages; `num_sharers` ranks share the host's memory."""
+    def options(self, trains: bool, num_sharers: int, loss: SummedLoss) -> StageOptions:
+        """Return how the schedule runs the stages; `num_sharers` ranks share the host's memory.
+
+        If the `loss` divides, the last stage computes it in each strip.
+        """
         plan = self.plan
         spec = plan.spec
         host_bytes = spec.machine.host_bytes
@@ -120,11 +127,24 @@ class Stages:
             None if host_bytes is None else host_bytes // num_sharers,
             forms,
             {key: draws_in(self.named_layers(key), self.draws) for key in forms},
+            self._parts(self.forms, loss),
             self.draws.is_drawing,
             spec.train.compile and trains,
             trains and (is_asked or captures_graphs(spec.train, self.device.type == "cuda")),
             spec.train.stage_wrappers,
         )
+
+    def _parts(self, forms: StripForms | None, loss: SummedLoss) -> Sequence[Box] | None:
+        """Return the parts of maps that each have a loss of their own, if strips give any."""
+        if forms is None or forms.parts is None:
+            return None
+        if loss.divides():
+            return forms.parts
+        if self.rank == 0:
+            _log.info(
+                "the loss is no sum over pixels: its strips keep their outputs until the last one"
+            )
+        return None
 
     def for_evaluation(
         self, training: OpenStages, poll: Callable[[], None], trains: bool
@@ -157,7 +177,15 @@ class Stages:
         last = placement.num_stages - 1
         stages: dict[StageKey, Stage] = {
             key: EvaluationInStrips(
-                StripLayers(self.modules[key], form, key[1] == 0, poll, self.device), key[1] == last
+                StripLayers(
+                    self.modules[key],
+                    form,
+                    key[1] == 0,
+                    poll,
+                    self.device,
+                    parts=forms.parts if key[1] == last else None,
+                ),
+                key[1] == last,
             )
             for key, form in forms.forms.items()
         }

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from gems.autograd.split_backward.layers import SplitLayers
+from gems.streaming.block_plan import Box
 
 Tensors = tuple[Tensor, ...]
 # of the output of the last layer: a tensor, or tensors in tuples, lists and dicts
@@ -28,10 +29,13 @@ class Stage(Protocol):
         modules: The layers.
         stash_bytes: The bytes that a forward keeps, without parameters, buffers and inputs;
             measured on the first micro-batch.
+        gives_parts: Whether `infer` returns the outputs of each strip, in place of whole maps after
+            the last one.
     """
 
     modules: nn.ModuleList
     stash_bytes: int | None
+    gives_parts: bool
 
     @property
     def held_for_weights_bytes(self) -> int | None:
@@ -94,6 +98,9 @@ class Stage(Protocol):
 
     def infer(self, inputs: Sequence[Tensor]) -> Any:
         """Run the layers for evaluation, keep nothing, and return the output of the last layer."""
+
+    def part_of(self, index: int) -> Box | None:
+        """Return which part of the maps of labels the outputs of an index are; None: all."""
 
     def split_layers(self) -> SplitLayers:
         """Prepare the layers for a split backward once, and return them."""

@@ -31,6 +31,7 @@ from gems.profile.subject import Subject
 from gems.utils.cache import cached, keep_cached, read_cached
 from gems.utils.gpus import may_have_gpu
 from gems.utils.run_module import RUN_MODULE
+from gems.utils.targets import source_of
 from gems.utils.units import SIDES
 
 PROFILER = 16  # increase it if profilers give other figures
@@ -353,6 +354,9 @@ def strip_work(subject: Subject) -> StripWork:
 
 def _strips_taken(subject: Subject, taker: str, wanted: str) -> dict[str, Any]:
     known = {**subject.layers, **_on_fake(subject, _ON_STRIPS), "profiler": PROFILER, **versions()}
+    loss = subject.loss
+    # the loss decides whether strips keep their outputs for it
+    known["loss"] = asdict(loss), loss.target and source_of(loss.target, loss.path)
     key = json.dumps([taker, known], sort_keys=True, default=str)
     return cached(subject.cache_dir, "strips", key, lambda: take_profile(subject, taker, wanted))
 

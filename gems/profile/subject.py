@@ -9,6 +9,7 @@ from typing import Any
 
 from gems.config.schema import (
     DataConfig,
+    LossConfig,
     MachineConfig,
     ModelConfig,
     OptimizerConfig,
@@ -35,6 +36,7 @@ class Subject:
     profile: ProfileConfig
     machine: MachineConfig
     optimizer: OptimizerConfig
+    loss: LossConfig
     train: TrainConfig
     plugins: list[str]
     plugins_dir: str | None

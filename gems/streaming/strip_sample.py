@@ -106,9 +106,13 @@ class StripSample:
         inputs: Sequence[Tensor | None],
         carried: Sequence[Tensor],
         deferred: DeferredGradients | None = None,
-    ) -> None:
-        """Run a strip again before its backward, from its inputs and what was `carried` to it."""
-        *_, self._graphs[strip] = self._run(strip, inputs, carried, deferred, is_again=True)
+    ) -> tuple[Tensor | None, ...]:
+        """Run a strip again before its backward, from its inputs and what was `carried` to it.
+
+        Return what it gives, detached.
+        """
+        outputs, _, self._graphs[strip] = self._run(strip, inputs, carried, deferred, is_again=True)
+        return tuple(None if tensor is None else tensor.detach() for tensor in outputs)
 
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Run backward of the last strip that is left.

@@ -325,6 +325,19 @@ class StripStage:
         run = StripRun(self._network, strip, inputs, carries, mode)
         return run.outputs(), run.carries()
 
+    def parts_of(self, sides: tuple[int, ...]) -> tuple[Box, ...] | None:
+        """Return which part of maps with such sides the outputs of each strip are.
+
+        Return None if there is an output that is no such map, or that comes at another time.
+        """
+        first = self.outputs[0]
+        dims = tuple(range(2, 2 + len(first.dims)))
+        for each in self.outputs:
+            is_alike = each.ends is not None and each.ends == first.ends and each.dims == dims
+            if not is_alike or each.shape[2:] != sides or not each.dtype.is_floating_point:
+                return None
+        return tuple(map(first.box, range(self.strips)))
+
     @contextmanager
     def watched(self, watch: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
         """Pass the result of each operation and its module's name to `watch` in a context."""

@@ -18,8 +18,8 @@ from gems.config.recipe import FIGURES_OF_TASK, METRICS, TABLES, LossConfig
 from gems.config.schema import DataConfig
 from gems.engine.evaluation.chosen_metrics import open_metrics, roc_auc
 from gems.engine.evaluation.metrics import Metric, compute, metrics_of
-from gems.engine.loss import SummedLoss
 from gems.errors import ConfigError
+from gems.losses.summed import SummedLoss
 
 torch.manual_seed(0)
 

@@ -146,7 +146,7 @@ def test_evaluation_counts_no_sample_without_a_label():
     labels[2], labels[3] = labels[2][:1], labels[3][:0]
     rig = Rig(schedule, 0, {(0, 0): modules[:1], (0, 1): modules[1:]})
     metric = ClassAccuracy(WIDTH)
-    rig.executor.metrics = [metric]
+    rig.executor.measure_with([metric])
     rig.run(Batch(images, labels))
     with torch.no_grad():
         logits = nn.Sequential(*modules)(torch.cat([images[m] for m in range(N)])[:5])

@@ -19,7 +19,7 @@ from gems.engine.evaluation.picture import (
     coloured,
     write_picture,
 )
-from gems.engine.loss import first_tensor
+from gems.losses.summed import first_tensor
 
 
 def test_the_first_samples_are_beside_their_masks_and_predictions(tmp_path: Path) -> None:

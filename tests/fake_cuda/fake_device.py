@@ -16,12 +16,13 @@ from torch import nn
 
 from gems.config.recipe import LossConfig, OptimizerConfig
 from gems.config.schema import DataConfig
-from gems.engine.loss import StepWeight, SummedLoss
 from gems.engine.offload.host_pool import HostPool, PinnedMemory
 from gems.engine.optimization.optimizer import build_optimizer
 from gems.engine.optimization.parameter_groups import NumberedLayer
+from gems.engine.step_weight import StepWeight
 from gems.engine.transport import mpi
 from gems.engine.transport.mpi import Transport, world
+from gems.losses.summed import SummedLoss
 from gems.profile.profilers.layer_run import LayerCall
 from gems.profile.profilers.measured import measured_times
 from tests.fake_cuda import watch

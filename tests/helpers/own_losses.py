@@ -58,6 +58,26 @@ def batch_dice(logits: Tensor, labels: Tensor) -> Tensor:
     return 1 - 2 * (share * labels).sum() / (share.sum() + labels.sum() + 1)
 
 
+def image_dice(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean of the Dice losses of images."""
+    share = logits.softmax(1)[:, 1]
+    both, sums = ((share * (labels == 1)).sum((1, 2)), share.sum((1, 2)))
+    return (1 - 2 * both / (sums + (labels == 1).sum((1, 2)) + 1)).mean()
+
+
+def worst_pixels(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean of the larger half of each image's losses."""
+    each = functional.cross_entropy(logits, labels, reduction="none").flatten(1)
+    return each.topk(each.shape[1] // 2)[0].mean()
+
+
+def detached_mean(logits: Tensor, labels: Tensor) -> Tensor:
+    """A mean over pixels whose gradient alone depends on other pixels."""
+    each = functional.cross_entropy(logits, labels, reduction="none")
+    spread = each.mean((1, 2), keepdim=True)
+    return (each + (spread - spread.detach()) * each.detach()).mean()
+
+
 def by_outputs(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
     """A mean whose weights come from the outputs."""
     weights = logits.detach().softmax(1)[:, 0]

@@ -16,11 +16,11 @@ from gems.data import open_dataset, task_of
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.evaluation.measure import evaluate
 from gems.engine.evaluation.predictions import Numbered, write_predictions
-from gems.engine.loss import open_loss
 from gems.engine.rank import Rank
 from gems.engine.transport.mpi import broadcast, meet
 from gems.engine.verification.compare import compare
 from gems.errors import ConfigError
+from gems.losses.summed import open_loss
 from gems.models import layers_of
 from gems.models.build import build_layers
 from tests.helpers import toys
@@ -175,7 +175,7 @@ def test_evaluation_and_predictions_are_those_of_the_whole(comm, case, tmp_path)
 
 def test_uneven_labels_are_not_the_mean_of_means(comm, monkeypatch):
     """Without the weights of the other ranks the gradient is another."""
-    from gems.engine.loss import StepWeight
+    from gems.engine.step_weight import StepWeight
 
     spec = make_spec({}, {**VALUES, "num_classes": 2}, UNEVEN, ("1f1b", 2, 2))
     agreed = StepWeight.__call__

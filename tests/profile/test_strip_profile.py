@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from gems.config.schema import DataConfig, ModelConfig, RunSpec
+from gems.config.schema import DataConfig, LossConfig, ModelConfig, RunSpec
 from gems.errors import ConfigError
 from gems.profile.profilers import strips
 from gems.profile.profilers.fake import fake_profile
@@ -32,6 +32,7 @@ CLASSES = {
     "validation_samples": 4,
 }
 MASKS = {**CLASSES, "num_classes": 2, "task": "segmentation"}
+WHOLE_MAP = LossConfig(target="tests.helpers.own_losses.image_dice")
 STRIPS = 7
 NETWORKS = {
     "resnet": ({"name": "resnet", "depth": 20, "width": 4, "norm": "none"}, CLASSES, [0, 4, 11]),
@@ -88,10 +89,10 @@ def test_strips_of_equal_shapes_are_run_once_and_are_equal(
 def test_blocks_of_a_larger_image_are_known_from_a_smaller_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Only the last block of the stage with the loss runs again: it takes what all others made."""
+    """Only the last block runs again, if it has the loss of the whole map: it takes what all made."""
 
-    def blocks(rows: int, columns: int) -> RunSpec:
-        spec = cut_spec("dilated", 1, 64 * rows)
+    def blocks(rows: int, columns: int, loss: LossConfig = WHOLE_MAP) -> RunSpec:
+        spec = replace(cut_spec("dilated", 1, 64 * rows), loss=loss)
         parallel = replace(spec.parallel, strips=[rows, columns])
         return replace(spec, data=replace(spec.data, width_px=64 * columns), parallel=parallel)
 
@@ -109,6 +110,12 @@ def test_blocks_of_a_larger_image_are_known_from_a_smaller_one(
     ran.clear()
     found = take(Subject.of(blocks(4, 5)))
     assert ran == [19]
+    ran.clear()
+    take(Subject.of(blocks(4, 5, LossConfig())))
+    assert len(ran) == 9, "blocks with losses of their own"
+    ran.clear()
+    take(Subject.of(blocks(5, 6, LossConfig())))
+    assert not ran
     monkeypatch.setattr(strips, "_KNOWN", defaultdict(dict))
     assert take(Subject.of(blocks(4, 5))) == found
 
@@ -132,13 +139,23 @@ def test_strips_keep_together_little_more_than_the_whole_image_does() -> None:
 
 
 def test_a_head_waits_for_the_last_strip_and_maps_for_the_loss() -> None:
-    of_class, of_map = (
-        take(Subject.of(cut_spec(name, 3, 96))).stages[1] for name in ("small resnet", "dilated")
+    of_class, of_map, by_strip = (
+        take(Subject.of(replace(cut_spec(name, 3, 96), loss=loss))).stages[1]
+        for name, loss in (
+            ("small resnet", LossConfig()),
+            ("dilated", WHOLE_MAP),
+            ("dilated", LossConfig()),
+        )
     )
     assert [strip.waiting for strip in of_class] == [0, 0, 0] and of_class[-1].saved_by_loss
     assert of_map[0].waiting > 0 and of_map[-1].loss_gradient >= sum(
         strip.waiting for strip in of_map
     )
+    assert not any(
+        strip.waiting or strip.loss_gradient or strip.saved_by_loss for strip in by_strip
+    )
+    assert by_strip[1].kept > of_map[1].kept, "what its own loss saves"
+    assert by_strip[-1].kept < of_map[-1].kept
 
 
 def test_a_layer_that_needs_the_whole_image_is_named() -> None:

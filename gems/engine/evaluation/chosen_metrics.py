@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gems.config.recipe import METRICS
 from gems.engine.evaluation.metrics import Metric, Scores, Values
-from gems.engine.loss import Outputs, first_tensor
 from gems.errors import ConfigError, one_of
+from gems.losses.summed import Outputs, first_tensor
 from gems.utils.targets import call_target, load_target, target_error
 
 Options = Mapping[str, Any]
@@ -55,6 +55,8 @@ def open_metrics(
 
 class ConfusionMatrix(Metric):
     """Counts of predicted classes (columns) by true class (rows), and the mean recall."""
+
+    takes_parts = True
 
     def _num_sums(self) -> int:
         return self._num_classes**2

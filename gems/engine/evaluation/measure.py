@@ -47,7 +47,7 @@ def measure(
     `metrics` combine the outputs of all ranks; `more` metrics get only the outputs of this rank.
     """
     executor = rank.evaluate
-    executor.metrics = [*metrics, *more]
+    executor.measure_with([*metrics, *more])
     rank.stages.set_training(False)
     rank.recorder.is_on = False
     batches = loader.validation(
@@ -62,7 +62,7 @@ def measure(
             executor.run(rank.plan.spec.train.steps, batch)
     rank.recorder.is_on = True
     rank.stages.set_training(True)
-    executor.metrics = ()
+    executor.measure_with(())
     states = allgather(rank.comm, [metric.state() for metric in metrics])
     for metric, of_ranks in zip(metrics, zip(*states, strict=True), strict=True):
         metric.join(of_ranks)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gems.engine.loss import Outputs, SummedLoss, first_tensor
+from gems.losses.summed import Outputs, SummedLoss, first_tensor
 
 PREFIX = "validation_"
 Scores = Callable[[Outputs], Tensor]
@@ -66,7 +66,10 @@ class Metric(ABC):
     Attributes:
         sums: Values that are summed over ranks, in float64.
         by_sample: Tensors that are joined over ranks, with one entry for each sample.
+        takes_parts: Whether `update` may be called for the parts of maps, one after the other.
     """
+
+    takes_parts = False
 
     def __init__(self, num_classes: int = 0, scores: Scores = first_tensor) -> None:
         self._num_classes = num_classes  # or labels
@@ -107,6 +110,11 @@ class MeanLoss(Metric):
         super().__init__()
         self._loss = loss
 
+    @property
+    def takes_parts(self) -> bool:  # type: ignore[override]
+        """Return whether the loss adds up over the parts of maps."""
+        return self._loss.divides()
+
     def _num_sums(self) -> int:
         return 2
 
@@ -146,6 +154,8 @@ class Dice(Metric):
     that class; and of the constant class with the best mean over classes. A class that is neither
     in the masks nor predicted has no coefficient.
     """
+
+    takes_parts = True
 
     def _num_sums(self) -> int:
         return 3 * self._num_classes

@@ -12,7 +12,7 @@ from torch import Tensor
 from gems.data import Dataset
 from gems.data.dataset import NO_LABEL
 from gems.engine.evaluation.metrics import Metric, Scores, Values
-from gems.engine.loss import Outputs
+from gems.losses.summed import Outputs
 
 SAMPLES = 4
 SIDE_PX = 160

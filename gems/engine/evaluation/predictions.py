@@ -25,10 +25,10 @@ from gems.engine.checkpoint.state_dict import restore
 from gems.engine.evaluation.heat_map import write_heat_maps
 from gems.engine.evaluation.measure import evaluate, measure
 from gems.engine.evaluation.metrics import Metric, Scores, Values
-from gems.engine.loss import Outputs
 from gems.engine.rank import Rank
 from gems.engine.transport.mpi import Comm, broadcast
 from gems.launch.scratch_run import REQUEST_JSON
+from gems.losses.summed import Outputs
 from gems.runs.folder import RunFolder
 from gems.utils.atomic_io import atomic_write, distinct, read_json
 

@@ -38,7 +38,7 @@ _SAMPLE = -1  # stands for a micro-batch in a capture
 class _Strip:
     """The graphs of a strip, and the tensors that they read and write.
 
-    On the last stage, the last strip has the outputs of the image, and the others have none.
+    On the last stage, a strip that a loss follows has the outputs that it takes, and others have none.
     `flags` say which of them have a gradient.
     """
 
@@ -77,7 +77,7 @@ class _Strip:
 class _EagerStrip:
     """A strip of a made-up image, which runs eagerly or is captured.
 
-    On the last stage, backward begins at the outputs of the image.
+    On the last stage, backward begins at the outputs that the loss takes.
     """
 
     stage: StreamedStage
@@ -87,7 +87,7 @@ class _EagerStrip:
     flags: Sequence[bool] = ()
 
     def forward(self, inputs: Sequence[Tensor]) -> Any:
-        """Run the strip, and return its outputs, or those of the image at its end."""
+        """Run the strip, and return its outputs, or on the last stage those that the loss takes."""
         ends: list[Any] = []
 
         def end(outputs: Any) -> Tensors:
@@ -248,7 +248,7 @@ class GraphedStrips(GraphedStage):
         self._num_ended.clear()
 
     def _is_end(self, index: int) -> bool:
-        return (index + 1) % self._streamed.form.strips == 0
+        return self._streamed.has_loss(index)
 
     def _take(self, index: int, layouts: Layouts, inputs: Sequence[Tensor]) -> _Strip | None:
         number, strip = divmod(index, self._streamed.form.strips)

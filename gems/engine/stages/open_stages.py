@@ -31,6 +31,7 @@ from gems.memory.plan import Choice, MemoryPlan, Segment
 from gems.memory.slots import split_stages
 from gems.schedule.action import Kind
 from gems.schedule.schedule import Schedule
+from gems.streaming.block_plan import Box
 from gems.streaming.strip_run import Draws
 from gems.streaming.strip_stage import StripStage
 
@@ -68,6 +69,7 @@ class StageOptions:
         min_offload_bytes: Smaller storages stay on the device, unless the plan has another limit.
         forms: The streaming forms of stages in strips.
         draws: The seeds of stages in strips.
+        parts: The parts of maps that the last stage gives in strips, if each has its own loss.
         is_drawing: Tells which layers draw random numbers; these are neither compiled nor captured.
         compiles: Whether layers are compiled.
         captures: Whether stages are captured as CUDA graphs, if they are on a GPU.
@@ -82,6 +84,7 @@ class StageOptions:
     host_limit_bytes: int | None = None
     forms: Mapping[StageKey, StripStage] = field(default_factory=dict)
     draws: Mapping[StageKey, Draws] = field(default_factory=dict)
+    parts: Sequence[Box] | None = None
     is_drawing: Callable[[nn.Module], bool] = lambda _: False
     compiles: bool = False
     captures: bool = False
@@ -164,8 +167,15 @@ def _open_stage(
     """Open a stage in one piece; in strips, its saved tensors are in the store."""
     is_first = key[1] == 0
     if key in options.forms:
+        is_last = key[1] == options.schedule.num_stages - 1
         in_strips = StripLayers(
-            layers, options.forms[key], is_first, poll, options.device, options.draws[key]
+            layers,
+            options.forms[key],
+            is_first,
+            poll,
+            options.device,
+            options.draws[key],
+            options.parts if is_last else None,
         )
         return StreamedStage(in_strips) if store is None else StoredStrips(in_strips, key, store)
     if options.compiles:

@@ -35,8 +35,8 @@ class StoredStrips(Stored, StreamedStage):
     """Keeps in the store what strips save, so that each can be recomputed or copied to the host.
 
     A strip that is run again keeps the tensors carried to it, and its inputs unless they are parts
-    of images, which are read again. The loss is computed once, and its saved tensors stay. Tensors
-    carried between strips are counted here, everything else by the store.
+    of images, which are read again. The loss of a whole image is computed once, and its saved tensors stay; that of a
+    strip is computed again. Tensors carried between strips are counted here, everything else by the store.
     """
 
     def __init__(self, layers: StripLayers, stage_key: StageKey, store: ActivationStore) -> None:
@@ -66,7 +66,7 @@ class StoredStrips(Stored, StreamedStage):
             is_kept = not self.is_first or rows[0] is not inputs[0]
             outputs = self._run_once(index, image, rows, deferred, is_kept)
             with self._hooks(index):
-                self._end_strip(image, strip, outputs, loss)
+                self._add_loss(image, strip, outputs, loss, is_run_again)
         else:
             with self._hooks(index):
                 outputs = self._run_strip(image, strip, rows, loss, deferred)
@@ -88,6 +88,7 @@ class StoredStrips(Stored, StreamedStage):
             RuntimeError: an input was changed in place meanwhile.
         """
         number, strip = divmod(index, self.form.strips)
+        image = self._images[number]
         pending: _Pending = self._pending.pop(index)
         if pending.inputs is None:
             given = tuple(images)
@@ -105,7 +106,10 @@ class StoredStrips(Stored, StreamedStage):
         ]
         deferred = DeferredGradients() if pending.is_split else None
         with self._hooks(index):
-            self._images[number].sample.run_again(strip, inputs, carried, deferred)
+            outputs = image.sample.run_again(strip, inputs, carried, deferred)
+            if image.loss is not None and loss is not None:
+                image.loss.run_again(strip, outputs, loss)
+            del outputs
         self._stash[index] = Stash(given, (), deferred)
 
     def _hooks(self, index: int) -> AbstractContextManager[Any]:

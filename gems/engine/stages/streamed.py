@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 
-from gems.autograd.cuts import Cut, begin
-from gems.autograd.outputs import as_tuple
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.storages import StashMeter, new_bytes, storage_addresses
 from gems.engine.stage import Loss, Tensors
 from gems.engine.stages.boundary_tensors import BoundaryTensors
-from gems.engine.stages.whole import Stash, WholeStage, gradient_edges, run_backward
+from gems.engine.stages.strip_losses import ImageLoss, LossAtEnd, LossOfStrips
+from gems.engine.stages.whole import Stash, WholeStage
+from gems.streaming.block_plan import Box, is_empty
 from gems.streaming.strip_run import Draws
 from gems.streaming.strip_sample import StripSample
 from gems.streaming.strip_stage import StripStage
@@ -27,17 +26,13 @@ from gems.streaming.strip_stage import StripStage
 class Image:
     """A micro-batch on its way through a stage.
 
-    On the last stage, `outputs` are kept until the loss follows the last strip; then `loss` is the
-    edge of the loss, and `cuts` are the places, for each strip, that receive the gradients of its
-    outputs. `left_bytes` is the size of what only the next strip or the loss will read, and
-    `waiting_bytes` the part that only the loss will read. Both are counted while sizes are
-    measured, or for the store.
+    `left_bytes` is the size of what only the next strip or the loss will read, and `waiting_bytes`
+    the part that only the loss will read. Both are counted while sizes are measured, or for the
+    store.
     """
 
     sample: StripSample
-    outputs: list[tuple[Tensor | None, ...]] = field(default_factory=list)
-    cuts: list[list[Cut | None]] = field(default_factory=list)
-    loss: tuple[GradientEdge | None, ...] = ()
+    loss: ImageLoss | None = None
     left_bytes: int = 0
     waiting_bytes: int = 0
 
@@ -46,7 +41,8 @@ class Image:
 class StripLayers:
     """The layers of a stage with their streaming form, and what they need of the rank.
 
-    `draws` gives the seeds of the current image.
+    `draws` gives the seeds of the current image. If the loss of a strip needs no other strip, the
+    last stage gets the `parts` of the maps that its strips give.
     """
 
     modules: nn.ModuleList
@@ -55,6 +51,7 @@ class StripLayers:
     poll: Callable[[], None]
     device: torch.device
     draws: Draws | None = None
+    parts: Sequence[Box] | None = None
 
 
 class InStrips(WholeStage):
@@ -70,6 +67,11 @@ class InStrips(WholeStage):
         self.device = layers.device
         self._takes = BoundaryTensors(self.form.inputs, self.form.strips)
         self._gives = BoundaryTensors(self.form.outputs, self.form.strips)
+        self._parts = layers.parts
+
+    def part_of(self, index: int) -> Box | None:
+        """Return the part of the maps that a strip gives, if its loss needs no other."""
+        return None if self._parts is None else self._parts[index % self.form.strips]
 
     def rows_of(self, strip: int, inputs: Sequence[Tensor]) -> Tensors:
         """Return the inputs of a strip; on the first stage, its rows of the images."""
@@ -88,8 +90,8 @@ class StreamedStage(InStrips):
     """Runs forward of strips from the first to the last, then backward from the last to the first.
 
     Strips are numbered in place of micro-batches: x is strip x % k of micro-batch x // k. The last
-    stage gives nothing, and has its loss in the last strip. For evaluation, see
-    `EvaluationInStrips`.
+    stage gives nothing, and has its loss in the last strip, or that of each strip there. For
+    evaluation, see `EvaluationInStrips`.
     """
 
     def __init__(self, layers: StripLayers) -> None:
@@ -144,6 +146,11 @@ class StreamedStage(InStrips):
         super().reset()
         self._images.clear()
 
+    def has_loss(self, index: int) -> bool:
+        """Return whether the last stage computes a loss in a strip."""
+        part = self.part_of(index)
+        return (index + 1) % self.form.strips == 0 if part is None else not is_empty(part)
+
     def meter(self, index: int, inputs: Sequence[Tensor]) -> StashMeter:
         """Return a meter that holds what the next forward of an image saves of its own."""
         image, _ = self._image_of(index)
@@ -172,38 +179,26 @@ class StreamedStage(InStrips):
         deferred: DeferredGradients | None,
     ) -> tuple[Tensor | None, ...]:
         outputs = image.sample.forward(self._takes.given(inputs, strip, self.device), deferred)
-        self._end_strip(image, strip, outputs, loss)
+        self._add_loss(image, strip, outputs, loss)
         return outputs
 
-    def _end_strip(
-        self, image: Image, strip: int, outputs: tuple[Tensor | None, ...], loss: Loss | None
+    def _add_loss(
+        self,
+        image: Image,
+        strip: int,
+        outputs: tuple[Tensor | None, ...],
+        loss: Loss | None,
+        is_run_again: bool = False,
     ) -> None:
-        """Keep the outputs of a strip of the last stage until the loss follows the last strip."""
-        if loss is not None:
-            image.outputs.append(outputs)
-            if strip == self.form.strips - 1:
-                self._add_loss(image, loss)
-
-    def _add_loss(self, image: Image, loss: Loss) -> None:
-        """Compute the loss from the last strip's outputs, or from the rows of all strips."""
-        image.cuts = [
-            [
-                Cut() if tensor is not None and tensor.is_floating_point() else None
-                for tensor in outputs
-            ]
-            for outputs in image.outputs
-        ]
-        strips = [
-            [
-                each if cut is None or each is None else begin(cut, each)
-                for cut, each in zip(cuts, outputs, strict=True)
-            ]
-            for cuts, outputs in zip(image.cuts, image.outputs, strict=True)
-        ]
-        image.outputs = []
-        whole = self.form.joined(strips)
-        del strips
-        image.loss = gradient_edges(as_tuple(loss(whole)))
+        """Compute the loss that comes with a strip of the last stage, if there is one."""
+        if loss is None:
+            return
+        if image.loss is None:
+            is_at_end = self._parts is None
+            image.loss = (
+                LossAtEnd(self.form) if is_at_end else LossOfStrips(self.form, self.has_loss)
+            )
+        image.loss.forward(strip, outputs, loss, is_run_again)
 
     def _alike(self, index: int) -> int:
         return index % self.form.strips
@@ -217,17 +212,10 @@ class StreamedStage(InStrips):
     ) -> tuple[Tensors, Tensors]:
         number, strip = divmod(index, self.form.strips)
         image = self._images[number]
-        if image.cuts:
-            if image.loss:
-                run_backward(image.loss, gradients)
-                image.loss = ()
-                for cut in (each for cuts in image.cuts for each in cuts if each is not None):
-                    # a part of the gradient of all strips, which each part would keep alive
-                    if cut.gradient is not None:
-                        cut.gradient = cut.gradient.clone()
-            given = [None if cut is None else cut.gradient for cut in image.cuts.pop()]
-        else:
+        if image.loss is None:
             given = self._gives.spread(gradients, strip, have_gradient=True)
+        else:
+            given = image.loss.backward(strip, gradients)
         found = image.sample.backward(given)
         if strip == 0:
             del self._images[number]
@@ -273,7 +261,8 @@ class StreamedStage(InStrips):
         """
         static = storage_addresses(image.sample.static)
         made = (each for each in outputs if each is not None and not is_counted(each))
-        image.waiting_bytes = image.waiting_bytes + new_bytes(made, static) if image.outputs else 0
+        waits = image.loss is not None and image.loss.waits
+        image.waiting_bytes = image.waiting_bytes + new_bytes(made, static) if waits else 0
         left = new_bytes((each for each in image.sample.left if not is_counted(each)), static)
         image.left_bytes = left + image.waiting_bytes
 
@@ -281,8 +270,9 @@ class StreamedStage(InStrips):
 class EvaluationInStrips(InStrips):
     """Runs forward of strips in order, image after image, and keeps what the next strip needs.
 
-    The last stage gives the whole output with the last strip of an image. It uses the weights that
-    the modules of the form have at the time.
+    The last stage gives the whole output with the last strip of an image, or if it `gives_parts`
+    those of each strip that has any. It uses the weights that the modules of the form have at the
+    time.
     """
 
     def __init__(self, layers: StripLayers, is_last: bool) -> None:
@@ -292,6 +282,10 @@ class EvaluationInStrips(InStrips):
         self._strip = 0
         self._carries: dict[int, list[Tensor]] = {}  # by the strip that takes them
         self._outputs: list[tuple[Tensor | None, ...]] = []  # on the last stage, by strip
+
+    def part_of(self, index: int) -> Box | None:
+        """Return the part of the maps that a strip gives, if it gives parts."""
+        return super().part_of(index) if self.gives_parts else None
 
     def infer(self, inputs: Sequence[Tensor]) -> Any:
         """Run the next strip and return its outputs; nothing holds the inputs afterwards."""
@@ -307,6 +301,10 @@ class EvaluationInStrips(InStrips):
         self._strip = 0 if is_end else strip + 1
         if not self._is_last:
             return self._given_on(strip, outputs)
+        part = self.part_of(strip)
+        if part is not None:
+            made: Any = outputs
+            return None if is_empty(part) else self.form.structured(made)
         self._outputs.append(
             tuple(None if tensor is None else _alone(tensor, taken) for tensor in outputs)
         )

@@ -19,6 +19,7 @@ from gems.errors import ConfigError
 from gems.models.build import TensorSpec, input_spec
 from gems.models.mixed import Precision, compute_in
 from gems.models.streaming_errors import KEY, config_errors, until_in
+from gems.streaming.block_plan import Box
 from gems.streaming.strip_run import Draws
 from gems.streaming.strip_stage import Boundary, StripStage
 
@@ -30,12 +31,14 @@ class StripForms:
     """The streaming forms of a rank's stages, and the tensors between all stages.
 
     `norm_ends` are the ends of the per-strip norms of all stages; with them, one process normalizes
-    in the same way.
+    in the same way. `parts` are the parts of maps that the strips of the last stage give, if it
+    gives such maps.
     """
 
     forms: Mapping[StageKey, StripStage]
     specs: Sequence[tuple[TensorSpec, ...]]  # for each strip of each stage but the last, in order
     norm_ends: Mapping[str, tuple[int, ...]]
+    parts: Sequence[Box] | None = None
 
 
 def find_forms(
@@ -62,6 +65,7 @@ def find_forms(
     forms: dict[StageKey, StripStage] = {}
     specs: list[tuple[TensorSpec, ...]] = []
     norm_ends: dict[str, tuple[int, ...]] = {}
+    parts = None
     num_stages = len(stages.boundaries) - 1
     layers = [layer.name for layer in stages.layers]
     for stage in range(num_stages):
@@ -81,7 +85,9 @@ def find_forms(
         passed = BoundaryTensors(form.outputs, strips)
         if stage < num_stages - 1:
             specs += map(passed.specs, range(strips))
-    return StripForms(forms, specs, norm_ends)
+        if stage == num_stages - 1:
+            parts = form.parts_of(data.sides_px)
+    return StripForms(forms, specs, norm_ends, parts)
 
 
 def find_evaluation_forms(

@@ -25,6 +25,7 @@ from gems.autograd.storages import (
 )
 from gems.autograd.torch_internals import run_engine
 from gems.engine.stage import Loss, Stage, Tensors
+from gems.streaming.block_plan import Box
 
 # of a forward, and of its backward: a hook after each layer of 1 ms took 4 % of a step
 POLL_EVERY_S = 0.005
@@ -48,6 +49,7 @@ class WholeStage(Stage):
     def __init__(self, modules: nn.ModuleList, is_first: bool, poll: Callable[[], None]) -> None:
         self.modules = modules
         self.stash_bytes: int | None = None
+        self.gives_parts = False
         self.is_watched = False
         self.is_first = is_first
         self.poll = poll
@@ -122,6 +124,10 @@ class WholeStage(Stage):
             yield
         finally:
             self.is_watched = False
+
+    def part_of(self, index: int) -> Box | None:
+        """Return None: a micro-batch gives whole maps."""
+        return None
 
     def still_read(self, index: int) -> set[int]:
         """Return the addresses of the storages of the deferred weight gradients."""

@@ -16,12 +16,12 @@ from gems.data import num_train, task_of
 from gems.data.images import load_transform
 from gems.engine.device import DTYPES
 from gems.engine.evaluation.chosen_metrics import open_metrics
-from gems.engine.loss import SummedLoss
 from gems.engine.optimization.lr_schedule import STEP, LrSchedule
 from gems.engine.optimization.optimizer import build_optimizer
 from gems.engine.optimization.parameter_groups import NumberedLayer, check_frozen
 from gems.engine.stage_modules import StageModules
 from gems.errors import ConfigError
+from gems.losses.summed import SummedLoss
 from gems.models import Layer, layers_of
 from gems.models.build import build_layer, freeze
 from gems.utils.registry import load_plugins

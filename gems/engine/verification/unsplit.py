@@ -15,13 +15,13 @@ from gems.autograd.random_draws import RandomDraws
 from gems.data import open_dataset, task_of
 from gems.data.dataset import batch_indices, micro_batch_slice
 from gems.engine.device import DTYPES
-from gems.engine.loss import open_loss
 from gems.engine.optimization.gradients import running_statistics
 from gems.engine.optimization.loss_scale import LossScale
 from gems.engine.optimization.lr_schedule import LrSchedule
 from gems.engine.optimization.optimizer import build_optimizer
 from gems.engine.optimization.parameter_groups import NumberedLayer, trained
 from gems.errors import ConfigError
+from gems.losses.summed import open_loss
 from gems.models import layers_of
 from gems.models.build import build_layers, freeze, layer_seed
 from gems.models.imported.parts import whole_with_parts

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gems.autograd.cuts import Cut, begin
 from gems.autograd.outputs import tensors_in
 from gems.autograd.split_backward.deferred import DeferredGradients
+from gems.errors import ConfigError
+from gems.losses.summed import SummedLoss
 from gems.models import Layer, layers_of
 from gems.models.build import freeze, input_spec
 from gems.models.mixed import Precision
@@ -32,6 +35,7 @@ from gems.profile.profilers.layers import answer
 from gems.profile.profilers.live_bytes import LiveBytes, SavedStorages, storage_of, unique_bytes
 from gems.profile.strip_profile import StripBytes, StripProfile
 from gems.profile.subject import Subject
+from gems.streaming.block_plan import Box, is_empty
 from gems.streaming.operations.operation import STATIC
 from gems.streaming.strip_run import RunMode
 from gems.streaming.strip_stage import Boundary, StripStage
@@ -64,13 +68,37 @@ def take(subject: Subject) -> StripProfile:
     for first, end in pairwise(boundaries):
         until = until_in(names[first:end], names, subject.parallel.strips_until)
         modules, form = streaming_stage(subject, layers[first:end], passed, lab, until)
+        is_last = end == len(layers)
+        parts = parts_with_loss(subject, form) if is_last else None
         with lab.mode:
             give_gradients(modules)
-            loss = task_loss(subject.data) if end == len(layers) else None
+            loss = None
+            if is_last:
+                loss = StripLoss(task_loss(subject.data), parts)
             strips = _Strips(form, modules, passed, first == 0, loss, lab)
             stages.append(strips.all(_KNOWN[model, first, end, form.values]))
         passed = form.outputs
     return StripProfile(tuple(boundaries), tuple(stages))
+
+
+def parts_with_loss(subject: Subject, form: StripStage) -> tuple[Box, ...] | None:
+    """Return the parts of maps that the strips of the last stage give, if each has its own loss.
+
+    Return None if the loss follows the last strip.
+    """
+    data = subject.data
+    parts = form.parts_of(data.sides_px)
+    if parts is None:
+        return None
+    dtype = form.outputs[0].dtype
+    like = [
+        torch.empty(boundary.shape, dtype=boundary.dtype, device="meta")
+        for boundary in form.outputs
+    ]
+    with suppress(ConfigError):  # ranks refuse such a loss
+        loss = SummedLoss(subject.loss, data, dtype, torch.device("cpu"), form.structured(like))
+        return parts if loss.divides() else None
+    return None
 
 
 def images(subject: Subject, precision: Precision) -> Boundary:
@@ -100,6 +128,13 @@ def streaming_stage(
         )
 
 
+class StripLoss(NamedTuple):
+    """The loss of the last stage, after the last strip unless the strips give `parts` of maps."""
+
+    function: Loss
+    parts: tuple[Box, ...] | None
+
+
 class _Forward(NamedTuple):
     """A strip whose forward has run.
 
@@ -107,7 +142,8 @@ class _Forward(NamedTuple):
     are the ends of its graph, outputs first, with shape and type of the gradients that arrive
     there; the first `num_received` gradients come from elsewhere. `loss` is the end of the loss's
     graph, with the places at which the gradients of outputs arrive. `ends` are the outputs, or on
-    the last stage those of the whole image, which the last strip has.
+    the last stage those that the loss takes: those of the whole image, which the last strip has,
+    if strips have no losses of their own.
     """
 
     saved: dict[int, int]
@@ -146,7 +182,7 @@ class _Strips:
         modules: nn.ModuleList,
         takes: Sequence[Boundary],
         is_first: bool,
-        loss: Loss | None,
+        loss: StripLoss | None,
         lab: Lab,
     ) -> None:
         self._form = form
@@ -168,8 +204,7 @@ class _Strips:
                 carries[shapes] = self._kept_after(strip)
             taken = arriving.pop(strip, [])
             flags = tuple(waiting.has_gradient for waiting in taken)
-            has_loss = self._loss is not None and self._is_last(strip)
-            key = shapes, flags, self._form.outputs if has_loss else ()
+            key = shapes, flags, self._reads_of_loss(strip)
             if key not in known:
                 known[key] = self._measure(strip, flags)
             strip_bytes, needs = known[key]
@@ -197,6 +232,23 @@ class _Strips:
 
     def _is_last(self, strip: int) -> bool:
         return strip == self._form.strips - 1
+
+    def _has_loss(self, strip: int) -> bool:
+        if self._loss is None or self._loss.parts is None:
+            return self._loss is not None and self._is_last(strip)
+        return not is_empty(self._loss.parts[strip])
+
+    def _waits(self, strip: int) -> bool:
+        """Return whether the outputs of a strip wait for a loss."""
+        is_whole = self._loss is not None and self._loss.parts is None
+        return is_whole and not self._is_last(strip)
+
+    def _reads_of_loss(self, strip: int) -> Hashable:
+        """Return a key that is equal for strips whose losses take outputs of equal shapes."""
+        if not self._has_loss(strip):
+            return None
+        is_whole = self._loss is not None and self._loss.parts is None
+        return self._form.outputs if is_whole else "own"
 
     def _measure(self, strip: int, flags: Sequence[bool]) -> tuple[StripBytes, list[bool]]:
         """Return the bytes of a strip, and which of its carries need a gradient.
@@ -231,9 +283,8 @@ class _Strips:
         outputs, carries = (
             {storage_of(tensor) for tensor in tensors} for tensors in (run.outputs, own)
         )
-        sizes = self._boundary_sizes(
-            run, received, is_loss_ahead=not self._is_last(strip), saved=saved
-        )
+        has_own_loss = self._loss is not None and self._loss.parts is not None
+        sizes = self._boundary_sizes(run, received, is_loss_ahead=self._waits(strip), saved=saved)
         sizes["loss_gradient"] = sum(tensor.nbytes for tensor in before)
         needs = [tensor.requires_grad for tensor in run.kept]
         backward_peak, _ = self._backward(run, live)
@@ -243,7 +294,10 @@ class _Strips:
                 **sizes,
                 left=0,  # what waits depends on other strips
                 carried_back=0,
-                saved=tuple(size for name, size in saved.items() if name not in outputs | carries),
+                saved=(
+                    *(size for name, size in saved.items() if name not in outputs | carries),
+                    *(by_loss if has_own_loss else ()),
+                ),
                 saved_outputs=tuple(
                     size for name, size in saved.items() if name in outputs - carries
                 ),
@@ -251,7 +305,7 @@ class _Strips:
                     tensor.untyped_storage().nbytes() for tensor in own if tensor.numel()
                 ),
                 saved_carried=tuple(size for name, size in saved.items() if name in carries),
-                saved_by_loss=by_loss,
+                saved_by_loss=() if has_own_loss else by_loss,
                 forward_peak=forward_peak,
                 backward_peak=backward_peak,
             ),
@@ -272,7 +326,7 @@ class _Strips:
         self, run: _Forward, inputs: Sequence[Tensor], saved: Mapping[int, int], is_loss_ahead: bool
     ) -> dict[str, int]:
         """Return the bytes of a strip's inputs and outputs, by the fields of `StripBytes`."""
-        waiting = run.outputs if self._loss and is_loss_ahead else ()
+        waiting = run.outputs if is_loss_ahead else ()
         handed_back = 0 if self._is_first else _float_bytes(inputs)
         with_gradient = (tensor for tensor in run.ends if tensor.requires_grad or not self._loss)
         around = (tensor for tensor in (*inputs, *run.ends) if storage_of(tensor) not in saved)
@@ -316,8 +370,8 @@ class _Strips:
         }
 
     def _before(self, strip: int) -> list[Tensor]:
-        """Return the outputs of earlier strips in the last stage, for the loss."""
-        if self._loss is None or not self._is_last(strip):
+        """Return the outputs of earlier strips in the last stage, for the loss of the image."""
+        if self._loss is None or self._loss.parts is not None or not self._is_last(strip):
             return []
         return [
             torch.empty(boundary.strip_shape(earlier), dtype=boundary.dtype)
@@ -355,12 +409,12 @@ class _Strips:
         by_loss = SavedStorages()
         loss = None
         ends = list(own_outputs) if self._loss is None else []
-        if self._loss is not None and self._is_last(strip):
+        if self._loss is not None and self._has_loss(strip):
             cuts: list[Cut] = []
             whole = self._whole(outputs, before, cuts)
             ends = list(tensors_in(whole))
             with by_loss:
-                value = self._loss(whole)
+                value = self._loss.function(whole)
             loss = get_gradient_edge(value), cuts
         left = [
             tensor.detach().clone()
@@ -390,7 +444,10 @@ class _Strips:
     def _whole(
         self, outputs: Sequence[Tensor | None], before: Sequence[Tensor], cuts: list[Cut]
     ) -> Any:
-        """Return the loss's input: the rows of all strips, whose gradients arrive at `cuts`."""
+        """Return what the loss takes: the rows of all strips, or of one that has its own loss.
+
+        Their gradients arrive at `cuts`.
+        """
 
         def cut(tensor: Tensor | None) -> Tensor | None:
             if tensor is None or not tensor.is_floating_point():
@@ -398,6 +455,9 @@ class _Strips:
             cuts.append(Cut())
             return begin(cuts[-1], tensor.detach())
 
+        if self._loss is not None and self._loss.parts is not None:
+            begun: Any = list(map(cut, outputs))
+            return self._form.structured(begun)
         tensors = iter(before)
         earlier = [
             [
@@ -423,8 +483,10 @@ class _Strips:
         with live:
             if loss is not None:
                 torch.autograd.backward([loss[0]], [torch.empty(())])
-                for cut in loss[1]:
-                    cut.gradient = None if cut.gradient is None else cut.gradient.clone()
+                is_own = self._loss is not None and self._loss.parts is not None
+                for cut in loss[1]:  # those of a strip's own loss are among the gradients below
+                    gradient = None if is_own else cut.gradient
+                    cut.gradient = None if gradient is None else gradient.clone()
             gradients = [torch.empty(like.shape, dtype=like.dtype) for _, like in edges]
             if edges:
                 torch.autograd.backward([edge for edge, _ in edges], gradients)

@@ -1,5 +1,8 @@
 """The loss of a run: the sum over micro-batches and the weight of their labels, which give a mean.
 
+The sum of a loss may be one over the positions of maps as well: then parts of maps have losses of
+their own.
+
 The gradient of a step is the gradient of one mean over the whole global batch, whatever the
 micro-batches, directions and replicas: the sums of the micro-batches are divided by the weight of
 all labels of the step.
@@ -11,12 +14,11 @@ import copy
 import inspect
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,9 +29,6 @@ from gems.data import kind_of, task_of
 from gems.data.dataset import IMAGES, NO_LABEL
 from gems.errors import ConfigError, one_of
 from gems.utils.targets import call_target, check_kwargs, load_target, target_error
-
-if TYPE_CHECKING:
-    from gems.engine.transport.mpi import Transport  # this import starts MPI
 
 Outputs = Any  # the output of a model: a tensor, or tensors in tuples, lists and dicts
 LossFunction = Callable[[Outputs, Tensor], Tensor]
@@ -48,6 +47,9 @@ _TENSORS = ("weight", "pos_weight")
 # sizes of the made-up samples on which a loss is probed
 _SAMPLES = 4
 _SIDE_PX = 64
+# of the maps on which a loss of the user's own is divided: it may treat the worst pixels alone
+_DIVIDED_SIDE_PX = 512
+_DIVIDED_VALUES = 2**21
 # a loss may compute in float32 even if its inputs are float64
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 _REFUSAL = "cannot be summed over micro-batches"
@@ -234,6 +236,9 @@ class SummedLoss:
         own = getattr(self.loss.function, "weight", None)
         self._own_weight = own if callable(own) and not isinstance(own, Tensor) else None
         self.is_constant = self._weighs_samples_equally()
+        self._device = device
+        self._divides: bool | None = None
+        self._whole_positions: int | None = None  # of a map, if the loss is a mean over them
         if self._dtype is torch.float64 or not self._takes_more_digits(config, device):
             self._check_sum(device)
 
@@ -252,6 +257,11 @@ class SummedLoss:
 
         Give `like` if the shapes of the outputs differ from those of the model's output.
         """
+        share = self._share(labels)
+        weight = self._weight_of_all(labels, like)
+        return weight if share == 1 else weight * share
+
+    def _weight_of_all(self, labels: Tensor, like: Outputs | None) -> Tensor:
         function = self._exact.function
         labels = labels if labels.is_floating_point() else labels.long()
         if self._own_weight is not None:
@@ -268,7 +278,17 @@ class SummedLoss:
             and self.loss.reduction == "mean"
         ):
             return _class_weight(function, self._exact.known(labels))
-        return self._ratio(labels, self._like if like is None else like)
+        return self._ratio(labels, self._like_of(labels) if like is None else like)
+
+    def divides(self) -> bool:
+        """Return whether the losses of the parts of maps add up to the loss of the maps.
+
+        Their weights and gradients must do so too. This is compared on made-up maps, in float64 if
+        the loss can compute in it; then calls with parts of maps return shares of the sum.
+        """
+        if self._divides is None:
+            self._divides = self._find_division()
+        return self._divides
 
     def scores(self, outputs: Outputs) -> Tensor:
         """Return the scores in a model's output: the tensor of loss.output, or the first one."""
@@ -295,10 +315,21 @@ class SummedLoss:
             return False
         return function.weight is None and int(function.ignore_index) < 0
 
+    def _share(self, labels: Tensor) -> float:
+        """Return the share of maps that labels are, if the loss is a mean over positions."""
+        if self._whole_positions is None or labels.ndim < 3:
+            return 1.0
+        return math.prod(labels.shape[1:]) / self._whole_positions
+
     def _sum(self, loss: Loss, outputs: Outputs, labels: Tensor) -> Tensor:
+        share = self._share(labels)
+        total = self._sum_of_all(loss, outputs, labels)
+        return total if share == 1 else total * share
+
+    def _sum_of_all(self, loss: Loss, outputs: Outputs, labels: Tensor) -> Tensor:
         if loss.summed is not None:
             return loss.summed(loss.part(outputs), loss.known(labels))
-        weight = self.weight(labels)
+        weight = self._weight_of_all(labels, None)
         is_empty = not len(labels) if self._own_weight is None else not float(weight)
         if is_empty:  # there is no mean, so return a zero that keeps the graph
             return (
@@ -317,7 +348,83 @@ class SummedLoss:
         with torch.no_grad():
             part = self._exact.part(outputs)
             known = self._exact.known(labels)
-            return self._exact.summed(part, known) / self._exact.function(part, known)
+            ratio = self._exact.summed(part, known) / self._exact.function(part, known)
+            return ratio.nan_to_num(0.0)  # 0 / 0 if all labels are ignored
+
+    def _like_of(self, labels: Tensor) -> Outputs:
+        """Return the shapes of the outputs for labels, which may be those of parts of maps."""
+        if not self._divides or labels.ndim < 3:
+            return self._like
+        part = tuple(slice(size) for size in labels.shape[1:])
+        return map_tensors(lambda tensor: tensor[:, :, *part], self._like)
+
+    def _find_division(self) -> bool:
+        sides = self._data.sides_px
+        is_of_maps = self._task == "segmentation" and all(
+            each.is_floating_point() and tuple(each.shape[2:]) == sides
+            for each in tensors_in(self._like)
+        )
+        if not is_of_maps:
+            return False
+        is_own = type(self.loss.function) not in (*_BY_CLASS, *_BY_ELEMENT)
+        side_px = _SIDE_PX
+        if is_own:
+            values = sum(each.shape[1] for each in tensors_in(self._like)) * _SAMPLES
+            side_px = min(max(_SIDE_PX, math.isqrt(_DIVIDED_VALUES // values)), _DIVIDED_SIDE_PX)
+        labels, like = self._made_up_labels(self._device, side_px)
+        positions = math.prod(labels.shape[1:])
+        may_be_mean = self.loss.summed is None and self._own_weight is None and not self.is_sum
+        for self._whole_positions in (None, positions) if may_be_mean else (None,):
+            if self._adds_up(labels, like):
+                if self._whole_positions is not None:
+                    self._whole_positions = math.prod(sides)
+                return True
+        self._whole_positions = None
+        return False
+
+    def _adds_up(self, labels: Tensor, like: Outputs) -> bool:
+        """Return whether made-up maps and their parts have equal losses, weights and gradients.
+
+        Some labels are ignored, if the loss can ignore any.
+        """
+        some = torch.rand(labels.shape, generator=torch.Generator().manual_seed(1)) < 0.2
+        for each in (labels.masked_fill(some.to(labels.device), NO_LABEL), labels):
+            try:
+                return all(
+                    self._adds_up_along(axis, outputs, each, like)
+                    for axis in range(1, labels.ndim)
+                    for outputs in (
+                        _made_up(like, _SAMPLES, axis, self._device, self._exact_dtype),
+                    )
+                )
+            except Exception:  # raised by the user's code, which may take no label of this value
+                continue
+        return False
+
+    def _adds_up_along(self, axis: int, outputs: Outputs, labels: Tensor, like: Outputs) -> bool:
+        size = labels.shape[axis]
+        first = max(1, size // 3)
+        found = []
+        for parts in ([(0, size)], [(0, first), (first, size - first)]):
+            leaves = map_tensors(lambda each: each.detach().requires_grad_(), outputs)
+            weight = total = torch.zeros((), dtype=torch.float64, device=labels.device)
+            for start, length in parts:
+                if not length:
+                    continue
+                some, shapes = (
+                    map_tensors(lambda each: each.narrow(axis + 1, start, length), whole)  # noqa: B023
+                    for whole in (leaves, like)
+                )
+                of_part = labels.narrow(axis, start, length)
+                total = total + self._sum(self._exact, some, of_part)
+                if not self.is_sum:  # else nothing is divided by it
+                    weight = weight + self.weight(of_part, shapes)
+            found.append([total, weight, *torch.autograd.grad(total, list(tensors_in(leaves)))])
+        tolerance = _TOLERANCES[self._exact_dtype]
+        return all(
+            torch.allclose(each, whole, rtol=tolerance, atol=tolerance * _typical(whole))
+            for whole, each in zip(*found, strict=True)
+        )
 
     def _takes_more_digits(self, config: LossConfig, device: torch.device) -> bool:
         """Weigh labels and check the sum in float64; return False if the loss cannot run so.
@@ -395,7 +502,9 @@ class SummedLoss:
                 key, name, f"{_REFUSAL}: its sum / mean depends on the outputs", _ADVICE
             )
 
-    def _made_up_labels(self, device: torch.device) -> tuple[Tensor, Outputs]:
+    def _made_up_labels(
+        self, device: torch.device, side_px: int = _SIDE_PX
+    ) -> tuple[Tensor, Outputs]:
         """Return labels of some samples, and the shapes of the outputs.
 
         Large maps are cut to a corner, in both.
@@ -413,12 +522,10 @@ class SummedLoss:
         if self._task == "segmentation":
             sides = data.sides_px
             tensors = list(tensors_in(like))
-            if max(sides) > _SIDE_PX and all(
-                tuple(tensor.shape[2:]) == sides for tensor in tensors
-            ):
-                corner = tuple(slice(_SIDE_PX) for _ in sides)
-                like = map_tensors(lambda each: each[:, :, *corner], like)
-                sides = tuple(min(side, _SIDE_PX) for side in sides)
+            if max(sides) > side_px and all(tuple(tensor.shape[2:]) == sides for tensor in tensors):
+                corner = tuple(slice(side_px) for _ in sides)
+                like = map_tensors(lambda tensor: tensor[:, :, *corner], like)
+                sides = tuple(min(side, side_px) for side in sides)
             shape = (_SAMPLES, *sides)
         return torch.randint(data.num_classes, shape, generator=generator).to(device), like
 
@@ -456,47 +563,10 @@ def _made_up(
     return map_tensors(make, like)
 
 
+def _typical(tensor: Tensor) -> float:
+    """Return the size of the values of a tensor."""
+    return float(tensor.detach().abs().mean())
+
+
 def _describe(value: object) -> str:
     return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
-class StepWeight:
-    """The weight of all labels of a step, over all ranks that read labels."""
-
-    def __init__(
-        self, loss: SummedLoss, global_batch: int, transport: Transport | None = None
-    ) -> None:
-        self._loss = loss
-        self._global_batch = global_batch
-        self._transport = transport
-        self.mine = 0.0  # weight of this rank's own labels
-        self._constant: dict[tuple[torch.Size, ...], float] = {}
-
-    def __call__(self, labels: Mapping[int, Tensor]) -> float:
-        """Return the divisor for the sums of a step, given this rank's labels by micro-batch.
-
-        If the divisor depends on the labels, the call is collective over the ranks that read
-        labels. Other ranks get 1.
-        """
-        self.mine = 0.0
-        if not labels:
-            return 1.0
-        self.mine = self._weigh(labels.values())
-        if self._loss.is_sum:
-            return 1.0
-        if self._loss.is_constant:
-            return self.mine * self._global_batch / sum(map(len, labels.values()))
-        total = np.array([self.mine])
-        if self._transport is not None and self._transport.size > 1:
-            self._transport.sum_in_place(total)
-        return float(total[0])
-
-    def _weigh(self, labels: Collection[Tensor]) -> float:
-        """Return the weight of labels; the host waits for it unless their shapes alone tell it."""
-        shapes = tuple(each.shape for each in labels)
-        if shapes in self._constant:
-            return self._constant[shapes]
-        weight = float(torch.stack([self._loss.weight(each) for each in labels]).sum())
-        if self._loss.is_constant:
-            self._constant[shapes] = weight
-        return weight

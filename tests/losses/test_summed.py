@@ -14,8 +14,9 @@ from torch import nn
 import scripts.reproduce.language  # noqa: F401  registers data=tokens
 from gems.config.recipe import LossConfig
 from gems.config.schema import DataConfig
-from gems.engine.loss import Loss, StepWeight, SummedLoss, open_loss
+from gems.engine.step_weight import StepWeight
 from gems.errors import ConfigError
+from gems.losses.summed import Loss, SummedLoss, open_loss
 
 CPU = torch.device("cpu")
 OWN = "tests.helpers.own_losses"
@@ -275,3 +276,44 @@ def test_a_loss_is_tried_in_the_type_of_the_training():
         opened("classification", torch.float32, target=f"{OWN}.Costs", kwargs={"dtype": "float64"})
     with pytest.raises(ConfigError, match="cannot be summed over micro"):
         opened("segmentation", torch.float32, target=f"{OWN}.batch_dice")
+
+
+DIVIDED = {
+    "pixels": {},
+    "class weights": {"kwargs": WEIGHTED},
+    "sum": {"kwargs": {"reduction": "sum"}},
+    "another ignored index": {"kwargs": {"ignore_index": 1}},
+    "own mean over pixels": {"target": f"{OWN}.Focal"},
+    "own weights": {"target": f"{OWN}.WeightedFocal", "kwargs": {"weights": [1.0, 3.0, 0.5]}},
+    "own reduction": {"target": f"{OWN}.summed_or_mean"},
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_losses_and_weights_of_parts_of_maps_add_up(name: str) -> None:
+    loss = opened("segmentation", **DIVIDED[name])
+    outputs, labels = samples("segmentation")
+    labels = labels.clamp(min=0) if name.startswith("own") else labels
+    wanted = loss(outputs, labels), loss.weight(labels)
+    assert loss.divides()
+    parts = [
+        (loss(outputs[:, :, rows, columns], labels[:, rows, columns]), labels[:, rows, columns])
+        for rows in (slice(0, 1), slice(1, 6))
+        for columns in (slice(0, 3), slice(3, 5))
+    ]
+    found = sum(value for value, _ in parts), sum(loss.weight(part) for _, part in parts)
+    num = 1 if loss.is_sum else 2  # a sum is not divided by the weight
+    torch.testing.assert_close(found[:num], wanted[:num], rtol=1e-12, atol=0)
+    torch.testing.assert_close((loss(outputs, labels), loss.weight(labels)), wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["image_dice", "worst_pixels", "detached_mean"])
+def test_losses_that_need_whole_maps_are_found(name: str) -> None:
+    assert not opened("segmentation", target=f"{OWN}.{name}").divides()
+
+
+def test_losses_of_smaller_maps_or_of_no_maps_are_not_divided() -> None:
+    assert not opened("classification").divides()
+    half = torch.empty((7, CLASSES, 3, 2), device="meta")
+    with pytest.raises(ConfigError):
+        opened("segmentation", like=half)
