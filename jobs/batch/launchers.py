@@ -33,9 +33,8 @@ def command(job: JobSpec, folder: RunFolder) -> list[str]:
     Raises:
         ConfigError: The launcher does not exist.
     """
-    if job.launcher == SIMULATED:  # one process simulates all ranks
-        return [*job.python, *_words(job, "gems.runs.simulated_run"), str(folder.path)]
-    return LAUNCHERS[job.launcher](job, folder)
+    start = by_simulator if job.launcher == SIMULATED else LAUNCHERS[job.launcher]
+    return start(job, folder)
 
 
 def rank_program(job: JobSpec, folder: RunFolder, module: str = RANK, *arguments: str) -> list[str]:
@@ -129,6 +128,11 @@ def by_pals(job: JobSpec, folder: RunFolder, program: Sequence[str] | None = Non
     shape = ["mpiexec", "-n", str(job.tasks), "--ppn", str(job.tasks_per_node)]
     depth = ["--depth", str(job.cpus_per_task), "--cpu-bind", "depth"]
     return [*shape, *depth, *job.cluster.mpiexec, *(program or rank_program(job, folder))]
+
+
+def by_simulator(job: JobSpec, folder: RunFolder) -> list[str]:
+    """Return the command line of the single process that simulates all ranks."""
+    return [*job.python, *_words(job, "gems.runs.simulated_run"), str(folder.path)]
 
 
 def module_on_each_node(
