@@ -320,10 +320,26 @@ def _check_compiled(
     """
     if not train.compile:
         return
-    name = config.name
-    precision = train.precision
+    for is_so, fault, advice in _compile_conflicts(train, memory, strips, config, schedule):
+        if is_so:
+            raise ConfigError(
+                "train.compile",
+                "true",
+                f"excludes {fault}",
+                f"{advice}, or set train.compile=false",
+            )
+
+
+def _compile_conflicts(
+    train: TrainConfig,
+    memory: MemoryConfig,
+    strips: int,
+    config: ScheduleConfig,
+    schedule: Schedule | None,
+) -> tuple[tuple[bool, str, str], ...]:
+    """Return whether each feature that excludes train.compile is used, its text and the advice."""
     cap = config.activation_cap_bytes
-    for is_so, fault, advice in (
+    return (
         (
             train.cuda_graphs is True,
             "train.cuda_graphs=true, which captures the kernels of layers as they are",
@@ -347,29 +363,22 @@ def _check_compiled(
         (
             train.compute_dtype in ("bfloat16", "float16"),
             (
-                f"train.precision={precision}, whose rounding between operations compiled kernels"
+                f"train.precision={train.precision}, whose rounding between operations compiled kernels"
                 " leave out"
             ),
             "use train.precision=float32",
         ),
         (
             schedule is not None and schedule.has_split_backward,
-            f"schedule={name}, which runs the backward of each layer in two parts",
+            f"schedule={config.name}, which runs the backward of each layer in two parts",
             "use a schedule with a whole backward, such as 1f1b or gems_master",
         ),
         (
             schedule is not None and schedule.has_memory_actions,
-            f"schedule={name}, which recomputes or offloads activations itself",
+            f"schedule={config.name}, which recomputes or offloads activations itself",
             "use another schedule",
         ),
-    ):
-        if is_so:
-            raise ConfigError(
-                "train.compile",
-                "true",
-                f"excludes {fault}",
-                f"{advice}, or set train.compile=false",
-            )
+    )
 
 
 def _refuse_strips(strips: int | list[int], fault: str) -> NoReturn:

@@ -100,6 +100,17 @@ class Ownership:
             self.release()
 
 
+def _submitter(token: str, scheduler: str, pid: int) -> dict[str, Any]:
+    """Return the fields that identify an interrupted submission."""
+    return {
+        "token": token,
+        "scheduler": scheduler,
+        "host": os.uname().nodename,
+        "pid": pid,
+        "pid_started": start_time(os.getpid()),
+    }
+
+
 def submit_owned(
     job: JobSpec,
     ownership: Ownership,
@@ -125,15 +136,9 @@ def submit_owned(
     def mark(pid: int) -> None:
         for folder, _, task in taken:
             own = {"task": task} if is_array else {}
-            # these fields identify an interrupted submission
-            submitter = {
-                "token": token,
-                "scheduler": place(job.cluster),
-                "host": os.uname().nodename,
-                "pid": pid,
-                "pid_started": start_time(os.getpid()),
-            }
-            folder.write_status(SUBMITTING, **{**(facts or {}), **submitter, **own})
+            folder.write_status(
+                SUBMITTING, **{**(facts or {}), **_submitter(token, place(job.cluster), pid), **own}
+            )
 
     with SignalsWait() as signals:
         mark(os.getpid())

@@ -254,12 +254,25 @@ class _RankRows:
             posted = block.before(layer, block.moved_own, block.moved_saved)
         program.constrain(LinearSum({begin: 1.0}) - posted, high=0.0)
         program.constrain(LinearSum({after: 1.0}) - posted, high=0.0)
-        held_bytes = block.forward_bytes(layer) if is_forward else block.backward_bytes(layer)
         coming = LinearSum({arriving: 1.0})
         under_way = before | {begin: -1.0}
         if self.model.copies:
             under_way = self.model.copies[action.stage].on_device(layer, is_forward, (begin, after))
             coming = LinearSum()
+        self._limit_layer(action, layer, under_way, coming)
+        return LinearSum({after: 1.0})
+
+    def _limit_layer(
+        self, action: Action, layer: int, under_way: dict[int, float], coming: LinearSum
+    ) -> None:
+        """Limit the bytes that a rank holds while a layer of an action runs.
+
+        `under_way` has the moved bytes that are on the device, `coming` those that arrive.
+        """
+        block = self.model.blocks[action.stage]
+        profile = self.case.profile.layers[layer]
+        is_forward = action.kind is Kind.F
+        held_bytes = block.forward_bytes(layer) if is_forward else block.backward_bytes(layer)
         kind = Kind.B if action.kind is Kind.I else action.kind
         part = action._replace(kind=kind, segment=layer - self.case.boundaries[action.stage])
         # the most that an action may save over keeping each layer as a segment of its own
@@ -280,7 +293,6 @@ class _RankRows:
                 held_bytes + under_way,
                 self.before[part] - block.saved_bytes[layer],
             )
-        return LinearSum({after: 1.0})
 
     def _limit(
         self, block: StageBlock, held_bytes: LinearSum, terms: LinearSum, kept_bytes: int
