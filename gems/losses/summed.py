@@ -75,8 +75,8 @@ class Loss:
     @property
     def reduction(self) -> str:
         """Return the reduction of the loss, or mean if the loss does not state one."""
-        given = self.config.kwargs.get("reduction", getattr(self.function, "reduction", "mean"))
-        return str(getattr(given, "value", given))
+        reduction = self.config.kwargs.get("reduction", getattr(self.function, "reduction", "mean"))
+        return str(getattr(reduction, "value", reduction))
 
     @property
     def takes_one_tensor(self) -> bool:
@@ -154,36 +154,41 @@ def open_loss(config: LossConfig, task: str, dtype: torch.dtype, device: torch.d
     key = "loss.name" if config.target is None else "loss.target"
     name = config.name if config.target is None else config.target
     target = config.target or LOSSES[LOSS_OF_TASK[task] if config.name == AUTO else config.name]
-    made = load_target(key, target, config.path)
+    make = load_target(key, target, config.path)
     kwargs = dict(config.kwargs)
-    if getattr(made, "__module__", "").startswith("torch.nn."):
-        lists = {each: kwargs[each] for each in _TENSORS if isinstance(kwargs.get(each), list)}
-        kwargs |= {
-            each: torch.tensor(value, dtype=dtype, device=device) for each, value in lists.items()
+    if getattr(make, "__module__", "").startswith("torch.nn."):
+        lists = {
+            argument: kwargs[argument]
+            for argument in _TENSORS
+            if isinstance(kwargs.get(argument), list)
         }
-    is_by_class = inspect.isclass(made) and issubclass(made, _BY_CLASS)
+        kwargs |= {
+            argument: torch.tensor(value, dtype=dtype, device=device)
+            for argument, value in lists.items()
+        }
+    is_by_class = inspect.isclass(make) and issubclass(make, _BY_CLASS)
     if is_by_class and config.target is None:
         kwargs.setdefault("ignore_index", NO_LABEL)
 
     def build(more: dict[str, Any]) -> LossFunction:
-        if not inspect.isclass(made):
-            check_kwargs(key, made, kwargs | more, None, None)
-            return partial(made, **kwargs, **more)
-        found = call_target(key, target, kwargs | more, config.path)
-        if isinstance(found, nn.Module):
-            if next(found.parameters(), None) is not None:
+        if not inspect.isclass(make):
+            check_kwargs(key, make, kwargs | more, None, None)
+            return partial(make, **kwargs, **more)
+        function = call_target(key, target, kwargs | more, config.path)
+        if isinstance(function, nn.Module):
+            if next(function.parameters(), None) is not None:
                 raise ConfigError(
                     key,
                     name,
                     "has parameters, and only those of the model are trained",
                     "make them buffers, or parameters of the model",
                 )
-            found = found.to(device, dtype)
-        return cast(LossFunction, found)
+            function = function.to(device, dtype)
+        return cast(LossFunction, function)
 
     function = build({})
     summed: LossFunction | None = None
-    if "reduction" in _parameters(made):
+    if "reduction" in _parameters(make):
         summed = (
             build({"reduction": "sum"}) if config.kwargs.get("reduction") != "sum" else function
         )
@@ -194,9 +199,9 @@ def open_loss(config: LossConfig, task: str, dtype: torch.dtype, device: torch.d
     return Loss(config, key, name, function, summed)
 
 
-def _parameters(made: Callable[..., Any]) -> Mapping[str, Any]:
+def _parameters(function: Callable[..., Any]) -> Mapping[str, Any]:
     try:
-        return inspect.signature(made).parameters
+        return inspect.signature(function).parameters
     except (TypeError, ValueError):
         return {}
 
@@ -245,7 +250,9 @@ class SummedLoss:
     def __call__(self, outputs: Outputs, labels: Tensor) -> Tensor:
         """Return the loss summed over the labels of a micro-batch, in float32 or wider."""
         wide = map_tensors(
-            lambda each: each.float() if each.dtype in (torch.bfloat16, torch.float16) else each,
+            lambda tensor: (
+                tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+            ),
             outputs,
         )
         return self._sum(
@@ -361,15 +368,15 @@ class SummedLoss:
     def _find_division(self) -> bool:
         sides = self._data.sides_px
         is_of_maps = self._task == "segmentation" and all(
-            each.is_floating_point() and tuple(each.shape[2:]) == sides
-            for each in tensors_in(self._like)
+            tensor.is_floating_point() and tuple(tensor.shape[2:]) == sides
+            for tensor in tensors_in(self._like)
         )
         if not is_of_maps:
             return False
         is_own = type(self.loss.function) not in (*_BY_CLASS, *_BY_ELEMENT)
         side_px = _SIDE_PX
         if is_own:
-            values = sum(each.shape[1] for each in tensors_in(self._like)) * _SAMPLES
+            values = sum(tensor.shape[1] for tensor in tensors_in(self._like)) * _SAMPLES
             side_px = min(max(_SIDE_PX, math.isqrt(_DIVIDED_VALUES // values)), _DIVIDED_SIDE_PX)
         labels, like = self._made_up_labels(self._device, side_px)
         positions = math.prod(labels.shape[1:])
@@ -388,10 +395,10 @@ class SummedLoss:
         Some labels are ignored, if the loss can ignore any.
         """
         some = torch.rand(labels.shape, generator=torch.Generator().manual_seed(1)) < 0.2
-        for each in (labels.masked_fill(some.to(labels.device), NO_LABEL), labels):
+        for partial_labels in (labels.masked_fill(some.to(labels.device), NO_LABEL), labels):
             try:
                 return all(
-                    self._adds_up_along(axis, outputs, each, like)
+                    self._adds_up_along(axis, outputs, partial_labels, like)
                     for axis in range(1, labels.ndim)
                     for outputs in (
                         _made_up(like, _SAMPLES, axis, self._device, self._exact_dtype),
@@ -404,26 +411,26 @@ class SummedLoss:
     def _adds_up_along(self, axis: int, outputs: Outputs, labels: Tensor, like: Outputs) -> bool:
         size = labels.shape[axis]
         first = max(1, size // 3)
-        found = []
+        results = []
         for parts in ([(0, size)], [(0, first), (first, size - first)]):
-            leaves = map_tensors(lambda each: each.detach().requires_grad_(), outputs)
+            leaves = map_tensors(lambda tensor: tensor.detach().requires_grad_(), outputs)
             weight = total = torch.zeros((), dtype=torch.float64, device=labels.device)
             for start, length in parts:
                 if not length:
                     continue
                 some, shapes = (
-                    map_tensors(lambda each: each.narrow(axis + 1, start, length), whole)  # noqa: B023
+                    map_tensors(lambda tensor: tensor.narrow(axis + 1, start, length), whole)  # noqa: B023
                     for whole in (leaves, like)
                 )
                 of_part = labels.narrow(axis, start, length)
                 total = total + self._sum(self._exact, some, of_part)
                 if not self.is_sum:  # else nothing is divided by it
                     weight = weight + self.weight(of_part, shapes)
-            found.append([total, weight, *torch.autograd.grad(total, list(tensors_in(leaves)))])
+            results.append([total, weight, *torch.autograd.grad(total, list(tensors_in(leaves)))])
         tolerance = _TOLERANCES[self._exact_dtype]
         return all(
-            torch.allclose(each, whole, rtol=tolerance, atol=tolerance * _typical(whole))
-            for whole, each in zip(*found, strict=True)
+            torch.allclose(tensor, whole, rtol=tolerance, atol=tolerance * _typical(whole))
+            for whole, tensor in zip(*results, strict=True)
         )
 
     def _takes_more_digits(self, config: LossConfig, device: torch.device) -> bool:
@@ -462,9 +469,9 @@ class SummedLoss:
         labels, like = self._made_up_labels(device)
         outputs = _made_up(like, _SAMPLES, 0, device, self._exact_dtype)
         tolerance = _TOLERANCES[self._exact_dtype]
-        found = []
+        results = []
         try:
-            self(map_tensors(lambda each: each.to(self._dtype), outputs), labels)
+            self(map_tensors(lambda tensor: tensor.to(self._dtype), outputs), labels)
             for part in (slice(None), slice(0, 1), slice(1, None)):
                 some = map_tensors(operator.itemgetter(part), outputs)
                 value = self._sum(exact, some, labels[part])
@@ -472,9 +479,9 @@ class SummedLoss:
                     raise ConfigError(
                         key, name, f"must give a scalar tensor, gives {_describe(value)}", _ADVICE
                     )
-                found.append((float(value), float(self.weight(labels[part], like))))
+                results.append((float(value), float(self.weight(labels[part], like))))
             ratios = (
-                [found[0][1]]
+                [results[0][1]]
                 if exact.summed is None
                 else [float(self._ratio(labels, like, n)) for n in (1, 2)]
             )
@@ -489,7 +496,7 @@ class SummedLoss:
                 f" {tuple(labels.shape)}"
             )
             raise target_error(key, name, what.replace("torch.", ""), error) from error
-        for whole, first, second in zip(*found, strict=True):
+        for whole, first, second in zip(*results, strict=True):
             if not math.isclose(whole, first + second, rel_tol=tolerance, abs_tol=tolerance):
                 why = (
                     f"{whole:.6g} of {_SAMPLES} samples, {first + second:.6g} of 1 and of the other"

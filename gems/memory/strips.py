@@ -51,31 +51,31 @@ def strip_states(
     residency = Residency({0} if Kind.OFFLOAD in kinds else ())
     outputs = _named("output", strip.saved_outputs)
     own = _named("saved", strip.saved) | outputs
-    kept = own | _named("kept", strip.saved_carried)
+    kept_state = own | _named("kept", strip.saved_carried)
     if Kind.R in kinds:
-        kept = _named("carried", strip.carried)
+        kept_state = _named("carried", strip.carried)
         if inputs_leave:
-            kept["given", 0] = strip.given
-    used_up_again = sum(kept.values()) - sum(strip.saved_carried)
-    kept |= _named("loss", strip.saved_by_loss)
-    held = used_up = 0
+            kept_state["given", 0] = strip.given
+    used_up_again = sum(kept_state.values()) - sum(strip.saved_carried)
+    kept_state |= _named("loss", strip.saved_by_loss)
+    held_bytes = used_up = 0
     states = []
     for kind, _ in script:
         moved: list[Hashable] = []
-        during = residency.device_bytes + held - used_up
+        during = residency.device_bytes + held_bytes - used_up
         during += getattr(strip, _PEAKS[kind]) if kind in _PEAKS else 0
         if kind in (Kind.F, Kind.R):
-            for key, size in (kept if kind is Kind.F else own).items():
+            for key, size in (kept_state if kind is Kind.F else own).items():
                 residency.save(key, size, 0, size >= least_bytes)
             # these were kept only for the operations that have just run again
             used_up = used_up_again if kind is Kind.R else 0
         elif kind in (Kind.B, Kind.I):
             moved = residency.prefetch(0)
             during += _total(residency, moved)
-            held = strip.held_for_weights if kind is Kind.I else 0
+            held_bytes = strip.held_for_weights if kind is Kind.I else 0
             used_up = 0
         elif kind is Kind.W:
-            held = 0
+            held_bytes = 0
         elif kind is Kind.OFFLOAD:
             moved = residency.offload(0, outputs)
         elif kind is Kind.PREFETCH:
@@ -85,7 +85,7 @@ def strip_states(
         moved_bytes = _total(residency, moved)
         if kind in (Kind.B, Kind.I):
             residency.done(0)
-        active = residency.device_bytes + held
+        active = residency.device_bytes + held_bytes
         during = max(during, active) if kind is Kind.PREFETCH else during
         states.append(State(during, active - used_up, active, residency.host_bytes, moved_bytes))
     return tuple(states)
@@ -133,7 +133,9 @@ class BetweenStrips:
         before = self._held.get(key, (0, 0))
         if kind is Kind.F:
             waiting = (
-                sum(each.waiting for each in of_stage[: strip + 1]) if strip < self._num - 1 else 0
+                sum(strip_bytes.waiting for strip_bytes in of_stage[: strip + 1])
+                if strip < self._num - 1
+                else 0
             )
             after = of_stage[strip].left + waiting, 0
         elif kind in (Kind.B, Kind.I):
@@ -161,18 +163,18 @@ class BetweenStrips:
 
 def slot_bytes(strips: StripProfile, stage: int, is_split: bool) -> int:
     """Return the bytes of the activations of an image in a slot of CUDA graphs."""
-    return sum(each.slot + is_split * each.made_for_weights for each in strips.stages[stage])
+    return sum(strip.slot + is_split * strip.made_for_weights for strip in strips.stages[stage])
 
 
 def in_passing(strips: StripProfile, stage: int, is_split: bool) -> int:
     """Return the bytes of the temporary tensors of an image's graphs, which slots do not share."""
     of_stage = strips.stages[stage]
     most = max(
-        max(each.forward_peak - each.kept + each.left, each.backward_peak + each.carried_back)
-        for each in of_stage
+        max(strip.forward_peak - strip.kept + strip.left, strip.backward_peak + strip.carried_back)
+        for strip in of_stage
     )
     of_weights = is_split * strips.most(stage, "weight_gradient_peak")
-    return most + sum(each.waiting for each in of_stage) + of_weights
+    return most + sum(strip.waiting for strip in of_stage) + of_weights
 
 
 def boundary_sizes(
@@ -186,7 +188,7 @@ def boundary_sizes(
     is_whole = has_slots or not strips.reads_rows
     image_bytes = sum(strip.given for strip in strips.stages[0]) * is_whole
     for (_, stage), counts in held.items():
-        yield from ((counts, name, strips.most(stage, each)) for name, each in _SIZES.items())
+        yield from ((counts, name, strips.most(stage, field)) for name, field in _SIZES.items())
         yield counts, "images", image_bytes if stage == 0 else 0
 
 
@@ -210,7 +212,7 @@ def stages_as_layers(strips: StripProfile, profile: ModelProfile | None = None) 
                 **{name: sum(getattr(layer, name) for layer in layers) / num for name in TIMES},
                 param_bytes=sum(layer.param_bytes for layer in layers),
                 buffer_bytes=sum(layer.buffer_bytes for layer in layers),
-                stash_bytes=sum(each.num_bytes for each in (*saved, *outputs)),
+                stash_bytes=sum(storage.num_bytes for storage in (*saved, *outputs)),
                 output_bytes=sum(strip.handed_on for strip in of_stage) // num,
                 output_grad_bytes=sum(strip.given_back for strip in of_stage) // num,
                 forward_peak_bytes=strips.most(number, "forward_peak"),
@@ -219,27 +221,24 @@ def stages_as_layers(strips: StripProfile, profile: ModelProfile | None = None) 
                 saved=(*saved, *outputs),
             )
         )
-    given = sum(strip.given for strip in strips.stages[0]) // num
+    given_bytes = sum(strip.given for strip in strips.stages[0]) // num
     if profile is None:
-        return ModelProfile("", 0, 0, 1, "", "", "fake", tuple(stages), given)
+        return ModelProfile("", 0, 0, 1, "", "", "fake", tuple(stages), given_bytes)
     facts = {**profile.facts, STRIP_SHARES: strip_shares(profile, strips.boundaries)}
-    return replace(profile, layers=tuple(stages), input_bytes=given, facts=facts)
+    return replace(profile, layers=tuple(stages), input_bytes=given_bytes, facts=facts)
 
 
 def strip_shares(profile: ModelProfile, boundaries: Sequence[int]) -> list[list[float]]:
-    """Return how much of the work of each stage is in each strip.
-
-    Nothing of a profile that does not say so.
-    """
-    shares = profile.facts.get(STRIP_SHARES, ())
-    found = []
-    if len(shares) != profile.num_layers:
+    """Return the share of each strip in the work of each stage; empty if the profile has none."""
+    of_layers = profile.facts.get(STRIP_SHARES, ())
+    shares = []
+    if len(of_layers) != profile.num_layers:
         return []
     for first, end in pairwise(boundaries):
         times = [max(layer.time_s, sys.float_info.min) for layer in profile.layers[first:end]]
-        by_strip = zip(*shares[first:end], strict=True)
-        found.append([sum(map(mul, times, of_strip)) / sum(times) for of_strip in by_strip])
-    return found
+        by_strip = zip(*of_layers[first:end], strict=True)
+        shares.append([sum(map(mul, times, of_strip)) / sum(times) for of_strip in by_strip])
+    return shares
 
 
 def _means(strips: Sequence[StripBytes], name: str) -> tuple[int, ...]:
@@ -247,4 +246,4 @@ def _means(strips: Sequence[StripBytes], name: str) -> tuple[int, ...]:
     middle: tuple[int, ...] = getattr(strips[len(strips) // 2], name)
     total = sum(sum(getattr(strip, name)) for strip in strips) / len(strips)
     share = total / sum(middle) if sum(middle) else 0.0
-    return tuple(size for each in middle if (size := round(each * share)))
+    return tuple(filter(None, (round(size * share) for size in middle)))

@@ -142,7 +142,9 @@ class BlockPlan:
         kinds = []
         for axis in self.axes:
             shapes = (repr(axis.shapes_of(part, tracks)) for part in range(axis.num_parts))
-            kinds.append(tuple(blake2b(each.encode(), digest_size=16).digest() for each in shapes))
+            kinds.append(
+                tuple(blake2b(shape.encode(), digest_size=16).digest() for shape in shapes)
+            )
             tracks = dict.fromkeys(
                 (number, some)
                 for number, readers in tracks
@@ -182,10 +184,10 @@ class BlockPlan:
             if rest and self._readers_of(index, number, (*path, source)):
                 self._add(value, index, number, (*path, source), (*box, span))
         for place, piece in enumerate(part.kept):
-            kept = (*box, (piece.begin, piece.end), *inner)
-            if not is_empty(kept):
+            kept_box = (*box, (piece.begin, piece.end), *inner)
+            if not is_empty(kept_box):
                 value.kept.append(
-                    Kept(axis, Place((*path, piece.source, *rest), kept), (*path, place, *rest))
+                    Kept(axis, Place((*path, piece.source, *rest), kept_box), (*path, place, *rest))
                 )
         if path == self.whole[:axis]:
             for piece in part.copied:

@@ -69,15 +69,15 @@ class Streamed(nn.Module):
         Raises:
             StreamingError: The inputs have other shapes or types, or autocast is on.
         """
-        found = [(tuple(each.shape), each.dtype) for each in inputs]
-        wanted = [(each.shape, each.dtype) for each in self._takes]
-        if found != wanted:
+        shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in inputs]
+        expected = [(tensor.shape, tensor.dtype) for tensor in self._takes]
+        if shapes != expected:
             raise StreamingError(
-                f"the inputs are {_listed(found)}, and were {_listed(wanted)} when this module was"
+                f"the inputs are {_listed(shapes)}, and were {_listed(expected)} when this module was"
                 " streamed",
                 "stream the module again with a sample like these inputs",
             )
-        if any(torch.is_autocast_enabled(each.device.type) for each in inputs):
+        if any(torch.is_autocast_enabled(tensor.device.type) for tensor in inputs):
             raise StreamingError("autocast is on", "let the module cast what it computes with")
         form = self._form()
         draws = _seeds() if form.draws else None
@@ -88,7 +88,7 @@ class Streamed(nn.Module):
 
     def _form(self) -> StripStage:
         """Return the streaming form of the module in its present mode."""
-        mode = tuple(each.training for each in self.module.modules())
+        mode = tuple(module.training for module in self.module.modules())
         if mode not in self._forms:
             name = type(self.module).__name__
             until = None if self._until is None else f"{name}.{self._until}"
@@ -134,16 +134,16 @@ def stream(
     """
     samples = (sample,) if isinstance(sample, Tensor) else tuple(sample)
     grid = (divisions,) if isinstance(divisions, int) else tuple(divisions)
-    images = [each for each in samples if _is_divided(each, grid)]
+    images = [tensor for tensor in samples if _is_divided(tensor, grid)]
     if not grid or not images or not _fits(images, grid):
         raise StreamingError(
-            f"divisions={divisions} of {_listed([(tuple(each.shape),) for each in samples])}",
+            f"divisions={divisions} of {_listed([(tuple(tensor.shape),) for tensor in samples])}",
             "give images (N, C, H, W) or (N, C, D, H, W), and from 1 part of an axis to its size",
         )
     if not 0 <= kept <= math.prod(grid):
         raise StreamingError(f"kept={kept}", f"give a number from 0 to {math.prod(grid)}")
     if min_positions is None:
-        is_bound = any(isinstance(each, GhostBatchNorm2d) for each in module.modules())
+        is_bound = any(isinstance(tensor, GhostBatchNorm2d) for tensor in module.modules())
         min_positions = 1 if is_bound or len(grid) > 1 else MIN_POSITIONS
     streamed = Streamed(module, _boundaries(samples, grid), grid, until, kept, min_positions)
     if check:
@@ -180,8 +180,8 @@ def infer_streamed(
         for strip in range(form.strips):
             cut = _cut(takes, inputs, strip, form.strips)
             outputs, kept = form.forward(strip, cut, carries.pop(strip, ()), RunMode(draws))
-            for held, tensor in zip(form.held(strip), kept, strict=True):
-                carries.setdefault(held.to, []).append(tensor)
+            for carry, tensor in zip(form.held(strip), kept, strict=True):
+                carries.setdefault(carry.to, []).append(tensor)
             strips.append(outputs)
     return form.joined(strips)
 
@@ -203,7 +203,7 @@ class _Image:
         self.takes = takes
         self.num_inputs = num_inputs
         self.parameters = parameters
-        self._versions = [each._version for each in parameters]
+        self._versions = [parameter._version for parameter in parameters]
         self._draws = draws
         self._deferred = deferred
         self._num_again = num_again
@@ -212,7 +212,7 @@ class _Image:
     def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run all strips, and return the outputs."""
         self._sample = StripSample(
-            self.form, self._draws, any(each.requires_grad for each in inputs)
+            self.form, self._draws, any(tensor.requires_grad for tensor in inputs)
         )
         strips = []
         for strip in range(self.form.strips):
@@ -238,21 +238,21 @@ class _Image:
             if strip < self._num_again:
                 rows = _cut(self.takes, inputs, strip, self.form.strips)
                 self._sample.run_again(strip, rows, carried, self._deferred)
-            given = _cut(self.form.outputs, gradients, strip, self.form.strips)
-            strips.append(self._sample.backward(given))
-        found: list[Tensor | None] = []
+            output_grads = _cut(self.form.outputs, gradients, strip, self.form.strips)
+            strips.append(self._sample.backward(output_grads))
+        input_grads: list[Tensor | None] = []
         for place, boundary in enumerate(self.takes):
-            parts = [each[place] for each in strips[::-1]]
+            parts = [strip_grads[place] for strip_grads in strips[::-1]]
             like = next((part for part in parts if part is not None), None)
             if boundary.ends is None or like is None:
-                found.append(parts[-1])
+                input_grads.append(parts[-1])
                 continue
             blocks = [
                 like.new_zeros(boundary.strip_shape(strip)) if part is None else part
                 for strip, part in enumerate(parts)
             ]
-            found.append(boundary.joined(blocks))
-        return found
+            input_grads.append(boundary.joined(blocks))
+        return input_grads
 
 
 class _InStrips(Function):
@@ -266,7 +266,9 @@ class _InStrips(Function):
         ctx.set_materialize_grads(False)
         with torch.enable_grad():
             outputs = image.forward(inputs)
-        ctx.mark_non_differentiable(*(each for each in outputs if not each.is_floating_point()))
+        ctx.mark_non_differentiable(
+            *(tensor for tensor in outputs if not tensor.is_floating_point())
+        )
         return tuple(outputs)
 
     @staticmethod
@@ -274,17 +276,17 @@ class _InStrips(Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         image: _Image = ctx.image
         # strips add to .grad: collect what they add, and let autograd add it as of any function
-        before = [each.grad for each in image.parameters]
+        before = [parameter.grad for parameter in image.parameters]
         try:
             for parameter in image.parameters:
                 parameter.grad = None
             with torch.enable_grad():  # in which strips run again
-                found = image.backward(ctx.saved_tensors, gradients)
-            added = [each.grad for each in image.parameters]
+                input_grads = image.backward(ctx.saved_tensors, gradients)
+            added = [parameter.grad for parameter in image.parameters]
         finally:
             for parameter, gradient in zip(image.parameters, before, strict=True):
                 parameter.grad = gradient
-        return (None, *found, *added)
+        return (None, *input_grads, *added)
 
 
 _apply: Any = _InStrips.apply
@@ -292,10 +294,10 @@ _apply: Any = _InStrips.apply
 
 def _boundaries(samples: Sequence[Tensor], grid: Sequence[int]) -> list[Boundary]:
     return [
-        Boundary.even(tuple(each.shape), each.dtype, grid)
-        if _is_divided(each, grid)
-        else Boundary(tuple(each.shape), each.dtype, None, (None,) * len(grid))
-        for each in samples
+        Boundary.even(tuple(sample.shape), sample.dtype, grid)
+        if _is_divided(sample, grid)
+        else Boundary(tuple(sample.shape), sample.dtype, None, (None,) * len(grid))
+        for sample in samples
     ]
 
 
@@ -316,13 +318,13 @@ def _cut(
     boundaries: Sequence[Boundary], values: Sequence[Tensor | None], strip: int, strips: int
 ) -> list[Tensor | None]:
     """Return a strip of each value; one without axes is there in the last strip."""
-    found: list[Tensor | None] = []
+    parts: list[Tensor | None] = []
     for boundary, value in zip(boundaries, values, strict=True):
         if value is None or boundary.ends is None:
-            found.append(value if strip == strips - 1 else None)
+            parts.append(value if strip == strips - 1 else None)
         else:
-            found.append(boundary.cut(value, strip))
-    return found
+            parts.append(boundary.cut(value, strip))
+    return parts
 
 
 def _seeds() -> Draws:
@@ -340,16 +342,16 @@ def _check(
         StreamingError: They differ, or the module takes no images of random numbers.
     """
     problem: Exception | None = None
-    is_image = [_is_divided(each, grid) for each in samples]
-    images = [each for each, flag in zip(samples, is_image, strict=True) if flag]
-    own = max(max(each.shape[2:]) for each in images)
-    for side in (*(each for each in _SIDES_PX if each < own), own):
+    is_image = [_is_divided(image, grid) for image in samples]
+    images = [image for image, flag in zip(samples, is_image, strict=True) if flag]
+    largest_px = max(max(image.shape[2:]) for image in images)
+    for side in (*(side for side in _SIDES_PX if side < largest_px), largest_px):
         values = [
-            _small(each, side if flag else own)
-            for each, flag in zip(samples, is_image, strict=True)
+            _small(image, side if flag else largest_px)
+            for image, flag in zip(samples, is_image, strict=True)
         ]
         least = [
-            min(min(each.shape[2 + axis], side) for each in images) for axis in range(len(grid))
+            min(min(image.shape[2 + axis], side) for image in images) for axis in range(len(grid))
         ]
         small = tuple(map(min, grid, least))
         for dtype, tolerance in TOLERANCES.items():
@@ -388,23 +390,26 @@ def _compared(
 ) -> float:
     """Return the largest difference of a copy of a module and of the copy in strips."""
     tensors = (*module.parameters(), *module.buffers())
-    device = next((each.device for each in tensors), torch.device("cpu"))
+    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
     twin = copy.deepcopy(module).to(dtype)
-    given = [each.to(device, dtype if each.is_floating_point() else each.dtype) for each in values]
-    takes = _boundaries(given, grid)
+    inputs = [
+        tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+        for tensor in values
+    ]
+    takes = _boundaries(inputs, grid)
     form = Streamed(twin, takes, grid, until)._form()
     set_row_ends(type(twin).__name__, twin, form.norm_ends)
     parameters = list(twin.parameters())
     with torch.random.fork_rng(), ConstantDraws() if form.draws else nullcontext():  # type: ignore[no-untyped-call]
-        wanted, back = play(twin, given, lambda inputs: twin(*inputs))
-        found, _ = play(
+        wanted, back = play(twin, inputs, lambda inputs: twin(*inputs))
+        results, _ = play(
             twin,
-            given,
+            inputs,
             lambda inputs: run_streamed(form, takes, inputs, lambda _: 0, parameters),
             back,
         )
-    return largest_difference(found, wanted)
+    return largest_difference(results, wanted)
 
 
 def _listed(values: Sequence[tuple[Any, ...]]) -> str:
-    return ", ".join(" ".join(map(str, each)) for each in values)
+    return ", ".join(" ".join(map(str, value)) for value in values)

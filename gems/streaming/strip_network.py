@@ -93,14 +93,19 @@ class StripNetwork:
         # weights that are changed in the first strip
         self.changed = {
             weight
-            for each in operations
-            if each.info.kind == STATIC and (weight := changed_buffer(each.step))
+            for operation in operations
+            if operation.info.kind == STATIC and (weight := changed_buffer(operation.step))
         }
         self.drawing = {
-            number for number, each in enumerate(operations, num_inputs) if draws_numbers(each)
+            number
+            for number, operation in enumerate(operations, num_inputs)
+            if draws_numbers(operation)
         }
         used = {
-            ref.number for each in operations if each.info.kind != STATIC for ref in refs(each.step)
+            ref.number
+            for operation in operations
+            if operation.info.kind != STATIC
+            for ref in refs(operation.step)
         }
         self._statics = sorted(
             number for number in used | {*outputs} if infos[number].kind == STATIC
@@ -117,22 +122,22 @@ class StripNetwork:
         """Return the plan of a value in a block."""
         return self.plan.at(block, self.planned[number])
 
-    def shape_of(self, held: CarriedTensor) -> tuple[tuple[int, ...], torch.dtype]:
+    def shape_of(self, carry: CarriedTensor) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and type of a kept item."""
-        if held.kind == "state":
-            kept = self.operations[held.number - self.num_inputs].state["kept"]
-            return kept[held.place_in_state]  # type: ignore[no-any-return]
-        value = self.infos[held.number].value
+        if carry.kind == "state":
+            state_specs = self.operations[carry.number - self.num_inputs].state["kept"]
+            return state_specs[carry.place_in_state]  # type: ignore[no-any-return]
+        value = self.infos[carry.number].value
         shape = list(value.shape)
         dtype = value.dtype
-        info = self.infos[held.number]
-        if held.kind == "sum":
-            operation = self.operations[held.number - self.num_inputs]
+        info = self.infos[carry.number]
+        if carry.kind == "sum":
+            operation = self.operations[carry.number - self.num_inputs]
             info = self.infos[operation.reads[0]]
             shape = [*info.value.shape[:2], *operation.state["bins"]]
             dtype = operation.state["dtype"]
-        if held.kind != "static":
-            for dim, size in zip(info.dims, sizes(held.box), strict=True):
+        if carry.kind != "static":
+            for dim, size in zip(info.dims, sizes(carry.box), strict=True):
                 if dim is not None:
                     shape[dim] = size
         return tuple(shape), dtype
@@ -142,7 +147,7 @@ class StripNetwork:
         known = self._wanted.of(block)
         if number not in known:
             at = self.at(block, number)
-            places = [kept.place for kept in at.kept]
+            places = [piece.place for piece in at.kept]
             for reader in self._readers.get(number, set()) & self.planned.keys():
                 reads = self.operations[reader - self.num_inputs].reads
                 for read, taken in zip(reads, self.at(block, reader).taken, strict=True):
@@ -172,8 +177,8 @@ class StripNetwork:
         """Return where a box of a value is in the tensor of another, along the axes it has."""
         has = [dim is not None for dim in self.infos[number].dims]
         return Patch(
-            tuple(each for each, flag in zip(offsets(box, start), has, strict=True) if flag),
-            tuple(each for each, flag in zip(sizes(box), has, strict=True) if flag),
+            tuple(value for value, flag in zip(offsets(box, start), has, strict=True) if flag),
+            tuple(value for value, flag in zip(sizes(box), has, strict=True) if flag),
         )
 
     def along(self, block: int, number: int) -> tuple[tuple[Along, ...], Along | None]:
@@ -181,9 +186,9 @@ class StripNetwork:
         known = self._along.of(block)
         if number not in known:
             operation = self.operations[number - self.num_inputs]
-            found = dict(self._find_along(operation, self.at(block, number)))
-            summed = found.pop(operation.summed, None)
-            known[number] = tuple(found.values()), summed
+            axes = dict(self._find_along(operation, self.at(block, number)))
+            summed = axes.pop(operation.summed, None)
+            known[number] = tuple(axes.values()), summed
         return known[number]
 
     def _find_along(
@@ -215,10 +220,10 @@ class StripNetwork:
             for part in operation.step.args
             if isinstance(part, Weight)
         )
-        found = next(
+        device = next(
             (tensor for tensor in chain(tensors, weights) if isinstance(tensor, Tensor)), None
         )
-        return torch.device("cpu") if found is None else found.device
+        return torch.device("cpu") if device is None else device.device
 
     def held(self, block: int) -> tuple[CarriedTensor, ...]:
         """Return the items that are kept after a block, in order."""
@@ -233,16 +238,16 @@ class StripNetwork:
             (block - step, place)
             for step in steps
             if step <= block
-            for place, held in enumerate(self.held(block - step))
-            if held.to == block
+            for place, carry in enumerate(self.held(block - step))
+            if carry.to == block
         ]
 
     def _find_held(self, block: int) -> Iterator[CarriedTensor]:
         index = self.plan.index(block)
         for number, row in self.planned.items():
-            for kept in self.at(block, number).kept:
-                to = block + self.plan.step(kept.axis)
-                yield CarriedTensor("map", number, to, kept.place, kept.path, kept.place.box)
+            for piece in self.at(block, number).kept:
+                to = block + self.plan.step(piece.axis)
+                yield CarriedTensor("map", number, to, piece.place, piece.path, piece.place.box)
             if number < self.num_inputs:
                 continue
             operation = self.operations[number - self.num_inputs]

@@ -67,14 +67,14 @@ class StripRun:
         self._kept: dict[int, list[Tensor]] = {}
         self._given: dict[int, Tensor | None] = {}
         self._random: dict[tuple[str, int], list[Tensor]] = {}  # by module and call of it
-        for (source, place), kept in zip(network.given(block), carries, strict=True):
-            held = network.held(source)[place]
-            if held.kind == "map":
-                self._carried.setdefault(held.number, {})[held.path] = kept
-            elif held.kind == "state":
-                self._states[held.number] = (*self._states.get(held.number, ()), kept)
+        for (source, place), carried in zip(network.given(block), carries, strict=True):
+            carry = network.held(source)[place]
+            if carry.kind == "map":
+                self._carried.setdefault(carry.number, {})[carry.path] = carried
+            elif carry.kind == "state":
+                self._states[carry.number] = (*self._states.get(carry.number, ()), carried)
             else:
-                (self._sums if held.kind == "sum" else self._values)[held.number] = kept
+                (self._sums if carry.kind == "sum" else self._values)[carry.number] = carried
         self._device = network.device((*inputs, *carries))
         for number, tensor in enumerate(inputs):
             if number in network.planned:
@@ -87,12 +87,12 @@ class StripRun:
             with nullcontext() if operation.step.has_grad else torch.no_grad():
                 self._step(number, operation)
             if network.watch is not None:
-                made = (
+                by_path = (
                     self._fresh[number].values()
                     if number in self._fresh
                     else (self._values.get(number),)
                 )
-                network.watch(operation.step.name, tuple(made))
+                network.watch(operation.step.name, tuple(by_path))
             for read in network.released.get(number, ()):
                 self._release(read)
         for number in range(network.num_inputs):
@@ -105,23 +105,23 @@ class StripRun:
     def carries(self) -> tuple[Tensor, ...]:
         """Return the tensors that are kept for later blocks."""
         taken = {number: iter(tensors) for number, tensors in self._kept.items()}
-        found = []
-        for held in self._network.held(self._block):
-            if held.kind == "map":
-                found.append(next(taken[held.number]))
-            elif held.kind == "state":
-                found.append(self._states[held.number][held.place_in_state])
+        carries = []
+        for carry in self._network.held(self._block):
+            if carry.kind == "map":
+                carries.append(next(taken[carry.number]))
+            elif carry.kind == "state":
+                carries.append(self._states[carry.number][carry.place_in_state])
             else:
-                found.append((self._sums if held.kind == "sum" else self._values)[held.number])
-        return tuple(found)
+                carries.append((self._sums if carry.kind == "sum" else self._values)[carry.number])
+        return tuple(carries)
 
     def _release(self, number: int) -> None:
         """Forget a value that nothing reads any more, except what is kept or returned."""
         if number in self._network.outputs and number not in self._given:
             self._given[number] = self._output(number)
         if number in self._network.planned and number not in self._kept:
-            kept = self._network.at(self._block, number).kept
-            self._kept[number] = [self._piece(number, each.place) for each in kept]
+            pieces = self._network.at(self._block, number).kept
+            self._kept[number] = [self._piece(number, piece.place) for piece in pieces]
         self._fresh.pop(number, None)
         self._carried.pop(number, None)
         if self._network.infos[number].kind != STATIC:
@@ -167,8 +167,8 @@ class StripRun:
             self._values[number] = operation.run(self._call(operation, number, at))
         elif self._network.wanted(self._block, number):
             if operation.how == "copy" or self._is_direct(number, operation, at):
-                made = operation.run(self._call(operation, number, at))
-                self._store(number, "copy", [[(made, at.new)]])
+                output = operation.run(self._call(operation, number, at))
+                self._store(number, "copy", [[(output, at.new)]])
             else:
                 parts = [
                     [(self._piece(read, place), place.box) for place in taken]
@@ -183,8 +183,8 @@ class StripRun:
         """
         is_whole = at.fresh == at.new
         if operation.how not in ("add", "cat"):
-            own = (self._network.patch(number, at.new, at.new),)
-            is_whole = is_whole and self._network.wanted(self._block, number) == own
+            patches = (self._network.patch(number, at.new, at.new),)
+            is_whole = is_whole and self._network.wanted(self._block, number) == patches
         return is_whole and all(len(taken) == 1 for taken in at.taken)
 
     def _add_up(self, number: int, operation: Operation, axis: int, at: BlockValue) -> None:
@@ -192,28 +192,28 @@ class StripRun:
 
         Finished sums are stored; unfinished ones are carried on.
         """
-        made = self._sums.pop(number, None)
+        sums = self._sums.pop(number, None)
         if not is_empty(at.window):
-            call = self._call(operation, number, at, made)
-            made = operation.run(call)
+            call = self._call(operation, number, at, sums)
+            sums = operation.run(call)
         begin, end = at.new[axis]
         done = 0 if is_empty(at.new) else end - begin
         dim = self._network.infos[operation.reads[0]].dims[axis]
         assert dim is not None
-        if made is not None and made.shape[dim] > done:
-            self._sums[number] = made.narrow(dim, done, made.shape[dim] - done)
+        if sums is not None and sums.shape[dim] > done:
+            self._sums[number] = sums.narrow(dim, done, sums.shape[dim] - done)
         info = operation.info
         parts = []
-        if done and made is not None:
-            found = made.narrow(dim, 0, done).to(operation.step.value.dtype)
+        if done and sums is not None:
+            finished = sums.narrow(dim, 0, done).to(operation.step.value.dtype)
             shape = list(operation.state["shape"])
-            for each, span in zip(info.dims, at.new, strict=True):
-                if each is not None:
-                    shape[each] = span[1] - span[0]
-            found = found.reshape(shape)
+            for axis_dim, span in zip(info.dims, at.new, strict=True):
+                if axis_dim is not None:
+                    shape[axis_dim] = span[1] - span[0]
+            finished = finished.reshape(shape)
             if info.kind == WHOLE:
-                self._values[number] = found
-            parts = [[(found, at.new)]]
+                self._values[number] = finished
+            parts = [[(finished, at.new)]]
         if info.kind == MAP:
             self._store(number, "copy", parts)
 
@@ -281,9 +281,9 @@ class StripRun:
         if at is None or not operation.is_elementwise or not isinstance(value, Tensor):
             return value
         info = operation.info
-        for axis, own in enumerate(info.dims):
-            if own is not None:
-                dim = value.dim() - (info.value.dim() - own)
+        for axis, axis_dim in enumerate(info.dims):
+            if axis_dim is not None:
+                dim = value.dim() - (info.value.dim() - axis_dim)
                 if dim >= 0 and value.shape[dim] == info.size(axis) > 1:
                     begin, end = at.new[axis]
                     value = value.narrow(dim, begin, end - begin)
@@ -311,8 +311,8 @@ class StripRun:
         if layout is not None:
             sources = [self._carried[number][path] for path in paths]
             sources += [tensor for part in parts for tensor, _ in part]
-            made = write_blocks(layout, sources or [self._nothing(number)])
-            self._fresh[number] = dict(zip(wanted, made, strict=True))
+            aliases = write_blocks(layout, sources or [self._nothing(number)])
+            self._fresh[number] = dict(zip(wanted, aliases, strict=True))
         elif wanted:
             self._fresh[number] = {wanted[0]: parts[0][0][0]}
 
@@ -322,8 +322,8 @@ class StripRun:
         at = network.at(self._block, number)
         info = network.infos[number]
         wanted = network.wanted(self._block, number) if info.kind == MAP else ()
-        own = network.patch(number, at.new, at.fresh)
-        is_given = parts and how == "copy" and at.fresh == at.new and wanted == (own,)
+        new_patch = network.patch(number, at.new, at.fresh)
+        is_given = parts and how == "copy" and at.fresh == at.new and wanted == (new_patch,)
         if not wanted or is_given:
             return Stored(wanted, None, [])
         writes: list[Write] = []
@@ -386,16 +386,16 @@ def _writes_of_channels(
 
     The sources are numbered from `first`.
     """
-    made = []
+    writes = []
     channel = 0
     source = first
     for part in parts:
         for _, box in part:
             start = patch_of(box, box)
-            made.append(Write(how, ((source, start.offsets),), patch_of(box, fresh), channel))
+            writes.append(Write(how, ((source, start.offsets),), patch_of(box, fresh), channel))
             source += 1
         channel += part[0][0].shape[channel_dim]
-    return made
+    return writes
 
 
 def _writes(
@@ -416,21 +416,21 @@ def _writes(
         first += len(part)
     boxes = [box for part in parts for _, box in part]
     borders = [sorted({edge for box in boxes for edge in box[axis]}) for axis in range(len(fresh))]
-    made = []
+    writes = []
     for box in product(*map(pairwise, borders)):
-        inside = [_holding(each, box) for each in numbered]
-        taken = tuple((source, patch_of(box, own).offsets) for source, own in inside)
-        made.append(Write(how, taken, patch_of(box, fresh)))
-    return made
+        inside = [_holding(pieces, box) for pieces in numbered]
+        taken = tuple((source, patch_of(box, piece_box).offsets) for source, piece_box in inside)
+        writes.append(Write(how, taken, patch_of(box, fresh)))
+    return writes
 
 
 def _holding(pieces: Sequence[tuple[int, Box]], box: Box) -> tuple[int, Box]:
     """Return the piece that holds a box."""
     return next(
-        (source, own)
-        for source, own in pieces
+        (source, piece_box)
+        for source, piece_box in pieces
         if all(
             begin <= first and last <= end
-            for (begin, end), (first, last) in zip(own, box, strict=True)
+            for (begin, end), (first, last) in zip(piece_box, box, strict=True)
         )
     )

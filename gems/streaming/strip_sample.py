@@ -88,16 +88,18 @@ class StripSample:
         if is_run_again and not strip:
             self._buffers = self._stage.changed_buffers()
         carried = self.carried
-        outputs, kept, graph = self._run(strip, inputs, carried, deferred, is_again=False)
+        outputs, carries, graph = self._run(strip, inputs, carried, deferred, is_again=False)
         self._carries.pop(strip, None)
         self._graphs.append(None if is_run_again else graph)
         passed_on = set[int]()
-        for held, tensor in zip(self._stage.held(strip), kept, strict=True):
+        for carry, tensor in zip(self._stage.held(strip), carries, strict=True):
             memory = tensor.untyped_storage()._cdata
-            is_own = held.kind == STATIC or (_is_among(tensor, carried) and memory not in passed_on)
+            is_own = carry.kind == STATIC or (
+                _is_among(tensor, carried) and memory not in passed_on
+            )
             passed_on.add(memory)
             own = tensor.detach() if is_own else tensor.detach().clone()
-            self._carries.setdefault(held.to, []).append(own.requires_grad_(tensor.requires_grad))
+            self._carries.setdefault(carry.to, []).append(own.requires_grad_(tensor.requires_grad))
         return tuple(None if tensor is None else tensor.detach() for tensor in outputs)
 
     def run_again(
@@ -124,8 +126,11 @@ class StripSample:
         graph = self._graphs.pop()
         assert graph is not None
         strip = len(self._graphs)
-        given = [self._given.pop((strip, place), None) for place in range(len(graph.kept))]
-        ends = [*zip(graph.outputs, gradients, strict=True), *zip(graph.kept, given, strict=True)]
+        carry_grads = [self._given.pop((strip, place), None) for place in range(len(graph.kept))]
+        ends = [
+            *zip(graph.outputs, gradients, strict=True),
+            *zip(graph.kept, carry_grads, strict=True),
+        ]
         pairs = [
             (edge, gradient) for edge, gradient in ends if edge is not None and gradient is not None
         ]
@@ -155,15 +160,19 @@ class StripSample:
             self._has_gradients and tensor is not None and tensor.is_floating_point()
             for tensor in inputs
         ]
-        here = [Cut() if each else None for each in is_cut]
+        here = [Cut() if flag else None for flag in is_cut]
         before = [Cut() if tensor.requires_grad else None for tensor in carried]
-        outputs, kept = self._stage.forward(
+        outputs, carries = self._stage.forward(
             strip,
             _begun(here, inputs),
             _begun(before, carried),
             RunMode(self._draws, deferred, is_again, self._buffers if is_again else None),
         )
-        return outputs, kept, _Graph([*map(_edge, outputs)], [*map(_edge, kept)], here, before)
+        return (
+            outputs,
+            carries,
+            _Graph([*map(_edge, outputs)], [*map(_edge, carries)], here, before),
+        )
 
 
 def _begun(cuts: Iterable[Cut | None], tensors: Sequence[Any]) -> list[Any]:

@@ -138,7 +138,8 @@ def trace_stage(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Bounda
         StreamingError: A layer has operations that depend on values.
     """
     return trace(
-        layers, [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in inputs]
+        layers,
+        [torch.empty(boundary.shape, dtype=boundary.dtype, device="meta") for boundary in inputs],
     )
 
 
@@ -222,7 +223,7 @@ class StripStage:
 
     def carries(self, strip: int) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """Return shape and type of what `forward` of a strip returns for later strips."""
-        return tuple(self._network.shape_of(held) for held in self._network.held(strip))
+        return tuple(self._network.shape_of(carry) for carry in self._network.held(strip))
 
     def given(self, strip: int) -> list[tuple[int, int]]:
         """Return what a strip takes of earlier ones: which strip, and the place in its carries."""
@@ -250,10 +251,10 @@ class StripStage:
                 info.kind,
                 tuple(
                     (
-                        each.dtype,
-                        tuple(n for dim, n in enumerate(each.shape) if dim not in info.axes),
+                        tensor.dtype,
+                        tuple(n for dim, n in enumerate(tensor.shape) if dim not in info.axes),
                     )
-                    for each in tensors_in(info.value)
+                    for tensor in tensors_in(info.value)
                 ),
             )
             for info in self._network.infos
@@ -276,8 +277,8 @@ class StripStage:
             values = source.first
             positions = math.prod(network.plan.sizes(place))
             of_one = values.numel() // positions * products(operation, network.infos)
-            made = [of_one * new for new in network.plan.positions(place)]
-            yield operation.step.name, self._at_once[number], made
+            work = [of_one * new for new in network.plan.positions(place)]
+            yield operation.step.name, self._at_once[number], work
 
     def held(self, strip: int) -> tuple[CarriedTensor, ...]:
         """Return what a strip keeps, in the order of `carries`."""
@@ -332,9 +333,11 @@ class StripStage:
         """
         first = self.outputs[0]
         dims = tuple(range(2, 2 + len(first.dims)))
-        for each in self.outputs:
-            is_alike = each.ends is not None and each.ends == first.ends and each.dims == dims
-            if not is_alike or each.shape[2:] != sides or not each.dtype.is_floating_point:
+        for boundary in self.outputs:
+            is_alike = (
+                boundary.ends is not None and boundary.ends == first.ends and boundary.dims == dims
+            )
+            if not is_alike or boundary.shape[2:] != sides or not boundary.dtype.is_floating_point:
                 return None
         return tuple(map(first.box, range(self.strips)))
 

@@ -140,9 +140,9 @@ def trace(layers: Sequence[tuple[str, nn.Module]], inputs: Sequence[Tensor]) -> 
     numbers = list(range(len(inputs)))
     structure: Any = None
     for name, module in layers:
-        given = [tracer.values[number] for number in numbers]
+        values = [tracer.values[number] for number in numbers]
         try:
-            layer = _graph_of(name, module, given, device)
+            layer = _graph_of(name, module, values, device)
             structure = layer.structure
             numbers = tracer.append(numbers, layer)
         except StreamingError:
@@ -167,34 +167,34 @@ def _graph_of(
 
     def record(args: Any) -> tuple[fx.GraphModule, Any, Names]:
         names: Names = {}
-        kept: list[Any] = []
+        saved: list[Any] = []
 
-        def run(state: list[Tensor], *given: Tensor) -> tuple[Tensor, ...]:
+        def run(state: list[Tensor], *values: Tensor) -> tuple[Tensor, ...]:
             stand_ins = {
                 id(tensor): stand_in for tensor, stand_in in zip(tensors, state, strict=True)
             }
             changed = [(inner, key, state[number]) for inner, key, number in places]
             with replaced(name, changed), _calls(name, module, stand_ins, names):
-                made = module(*given)
-                kept.append(made if mixed is None else mixed.cast(made))
-            return tuple(tensors_in(kept[0]))
+                outputs = module(*values)
+                saved.append(outputs if mixed is None else mixed.cast(outputs))
+            return tuple(tensors_in(saved[0]))
 
-        return make_fx(run, pre_dispatch=True)(*args), kept[0], names
+        return make_fx(run, pre_dispatch=True)(*args), saved[0], names
 
     with without_memory(device, None if mixed is None else mixed.dtype) as mode, untouched(module):
         state = [
             _like(tensor, None if weight.mixed is None else weight.mixed.dtype)
             for tensor, weight in zip(tensors, weights, strict=True)
         ]
-        given = [_like(each) for each in inputs]
+        values = [_like(tensor) for tensor in inputs]
         if elsewhere is None:  # else autograd's nodes would need a device that is not there
             for stand_in, tensor in zip(state, tensors, strict=True):
                 stand_in.requires_grad_(tensor.requires_grad)
-            given = [each.requires_grad_(each.is_floating_point()).clone() for each in given]
+            values = [value.requires_grad_(value.is_floating_point()).clone() for value in values]
         before = state_of(module)
-        graph, structure, names = record((state, *given))
+        graph, structure, names = record((state, *values))
         changed = changed_attribute(module, before)
-        if changed is not None and str(record((state, *given))[0].graph) != str(graph.graph):
+        if changed is not None and str(record((state, *values))[0].graph) != str(graph.graph):
             text = (
                 f"layer {name} ({type(module).__name__}) computes with what an earlier call has"
                 f" left ({changed})"
@@ -257,7 +257,7 @@ def _calls(
             names[node.name] = stack[-1]
 
     def enter(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, given: Any) -> None:
+        def hook(module: nn.Module, inputs: Any) -> None:
             nonlocal calls
             mark()
             calls += 1
@@ -265,7 +265,7 @@ def _calls(
 
         return hook
 
-    def leave(module: nn.Module, given: Any, output: Any) -> None:
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
         recorded.refuse_functions(output)
         mark()
         stack.pop()
@@ -289,15 +289,15 @@ class _Tracer:
     def append(self, inputs: Sequence[int], layer: _Layer) -> list[int]:
         """Append the steps of a layer's graph; return the numbers of the values that it returns."""
         weights = iter(layer.weights)
-        given = iter([Ref(number) for number in inputs])
-        found = layer.found
+        refs = iter([Ref(number) for number in inputs])
+        values = layer.found
         for node in layer.graph.graph.nodes:
             if node.op == "placeholder":
-                found[node] = next(weights, None) or next(given)
+                values[node] = next(weights, None) or next(refs)
             elif node.op == "get_attr":
-                found[node] = Weight(layer.graph, str(node.target))
+                values[node] = Weight(layer.graph, str(node.target))
             elif node.op == "output":
-                outputs = fx.node.map_arg(node.args[0], found.__getitem__)
+                outputs = fx.node.map_arg(node.args[0], values.__getitem__)
             elif node.target in (enter_autocast, exit_autocast):
                 _change_autocast(layer, node)
             elif node.target is SET_GRAD_MODE:
@@ -305,13 +305,13 @@ class _Tracer:
             # other nodes, such as the choice of a type, are plain values by now
             elif node.users or isinstance(node.meta.get("val"), Tensor):
                 self._append_operation(layer, node)
-        for position, each in enumerate(outputs):
-            if isinstance(each, Weight):
-                name = layer.names[node.name][0]
+        for position, output in enumerate(outputs):
+            if isinstance(output, Weight):
+                name = layer.names[output.name][0]
                 raise StreamingError(
                     f"layer {name} gives a parameter as output {position}", "give a copy of it"
                 )
-        return [each.number for each in outputs]
+        return [output.number for output in outputs]
 
     def _append_operation(self, layer: _Layer, node: fx.Node) -> None:
         _refuse_changes(node, layer)
@@ -322,8 +322,8 @@ class _Tracer:
             else layer.found[read]
             for read in node.all_input_nodes
         }
-        given: Any = node.args, {**node.kwargs, **options}
-        args, kwargs = fx.node.map_arg(given, reads.__getitem__)
+        arguments: Any = node.args, {**node.kwargs, **options}
+        args, kwargs = fx.node.map_arg(arguments, reads.__getitem__)
         value = map_tensors(_of_meta, node.meta["val"])
         target: Any = node.target
         if not args or not isinstance(args[0], Weight):
@@ -336,8 +336,8 @@ class _Tracer:
                 args = (self._add(layer, node, target, args, kwargs, wide), value.dtype)
                 kwargs = {}
                 target = torch.ops.aten.to.dtype
-        made = self._add(layer, node, target, args, kwargs, value)
-        layer.found[node] = next(iter(changed_weights(args, kwargs, target)), made)
+        number = self._add(layer, node, target, args, kwargs, value)
+        layer.found[node] = next(iter(changed_weights(args, kwargs, target)), number)
         layer.has_grad[node] = layer.grad_modes[-1]
 
     def _cast(self, layer: _Layer, node: fx.Node, read: fx.Node, dtype: torch.dtype) -> Ref:

@@ -44,22 +44,22 @@ class BoundaryTensors:
         self, tensors: Sequence[Tensor], strip: int, have_gradient: bool = False
     ) -> list[Tensor | None]:
         """Return the tensors of a strip at their places, and None at those of the others."""
-        found: list[Tensor | None] = [None] * len(self.boundaries)
+        spread: list[Tensor | None] = [None] * len(self.boundaries)
         for place, tensor in zip(self.places(strip, have_gradient), tensors, strict=True):
-            found[place] = tensor
-        return found
+            spread[place] = tensor
+        return spread
 
     def given(
         self, tensors: Sequence[Tensor], strip: int, device: torch.device
     ) -> list[Tensor | None]:
         """Return a strip's tensors like `spread`, with empty tensors for those without rows yet."""
-        found = self.spread(tensors, strip)
+        spread = self.spread(tensors, strip)
         for place, boundary in enumerate(self.boundaries):
-            if found[place] is None and boundary.ends is not None:
-                found[place] = torch.empty(
+            if spread[place] is None and boundary.ends is not None:
+                spread[place] = torch.empty(
                     boundary.strip_shape(strip), dtype=boundary.dtype, device=device
                 )
-        return found
+        return spread
 
     def rows_of(self, images: Tensor, strip: int) -> Tensor:
         """Return the first tensor in a strip, of the whole or of nothing but that strip."""
@@ -69,5 +69,8 @@ class BoundaryTensors:
 
     def specs(self, strip: int) -> tuple[TensorSpec, ...]:
         """Return shape and type of the tensors of a strip."""
-        given = [(str(place), self.boundaries[place]) for place in self.places(strip)]
-        return tuple(TensorSpec(name, each.strip_shape(strip), each.dtype) for name, each in given)
+        named = [(str(place), self.boundaries[place]) for place in self.places(strip)]
+        return tuple(
+            TensorSpec(name, boundary.strip_shape(strip), boundary.dtype)
+            for name, boundary in named
+        )

@@ -179,7 +179,7 @@ class GraphedStage(WrappedStage):
 
         They are captured anew if the weights are other tensors, such as averages.
         """
-        weights = (each.data_ptr() for each in self.stage.modules.parameters())
+        weights = (parameter.data_ptr() for parameter in self.stage.modules.parameters())
         layouts = (self.stage.modules.training, *layouts_of(inputs), *weights)
         if layouts != self._inferred[0] or self._whole.is_watched or self._captures.is_refused:
             self._inferred = layouts, None
@@ -250,9 +250,9 @@ class GraphedStage(WrappedStage):
         flight = self._flights[index]
         if flight.graphs is None:
             return run(index, gradients)
-        given = gradients if flight.loss is None else flight.loss.backward(gradients)
-        made = flight.graphs.backward(given)
-        return tuple(each for each in made if each is not None), flight.inputs
+        output_grads = gradients if flight.loss is None else flight.loss.backward(gradients)
+        input_grads = flight.graphs.backward(output_grads)
+        return tuple(gradient for gradient in input_grads if gradient is not None), flight.inputs
 
     def _end(self, index: int) -> None:
         """Forget a micro-batch whose backward is complete; its slot is free for the next."""

@@ -219,7 +219,7 @@ class GraphedSegment(StoredSegment):
             if is_same
         }
         spilled: list[Pair] = []
-        kept = _Kept(graphs, [])
+        record = _Kept(graphs, [])
         with self._store.saved_tensor_hooks(self._key(index), self._number) as save:
             for address in graphs.saved:
                 if address not in tensors:
@@ -227,33 +227,37 @@ class GraphedSegment(StoredSegment):
                     tensors[address] = static, torch.empty_like(static)
                     spilled.append(tensors[address])
                 static, live = tensors[address]
-                kept.saved.append((static, save(live.detach(), address in graphs.movable)))
+                record.saved.append((static, save(live.detach(), address in graphs.movable)))
             if loss is not None:
-                kept.loss = LossPass.forward(loss, outputs, graphs.source.flags)
+                record.loss = LossPass.forward(loss, outputs, graphs.source.flags)
         if graphs.source.is_split:  # W needs them too
             _spill(spilled)
             spilled = []
-        self._slot.hold(kept, partial(_spill, spilled))
-        self._stash[index] = Stash(kept, (), _ReplayedWeights() if graphs.source.is_split else None)
-        return None if kept.loss is None else kept.loss.value
+        self._slot.hold(record, partial(_spill, spilled))
+        self._stash[index] = Stash(
+            record, (), _ReplayedWeights() if graphs.source.is_split else None
+        )
+        return None if record.loss is None else record.loss.value
 
     def _backward(
         self, index: int, stash: Stash, gradients: Sequence[Tensor]
     ) -> tuple[Gradients, Tensors]:
-        kept = stash.inputs
-        if not isinstance(kept, _Kept):
+        record = stash.inputs
+        if not isinstance(record, _Kept):
             self._has_run = True
             return super()._backward(index, stash, gradients)
-        graphs = kept.graphs
-        given: Gradients = gradients if kept.loss is None else kept.loss.backward(gradients)
-        loaded = [(static, self._store.load(saved)) for static, saved in kept.saved]
-        if not self._slot.take(kept):
+        graphs = record.graphs
+        output_grads: Gradients = (
+            gradients if record.loss is None else record.loss.backward(gradients)
+        )
+        loaded = [(static, self._store.load(saved)) for static, saved in record.saved]
+        if not self._slot.take(record):
             _fill(loaded)
-        made = graphs.backward(given)
+        input_grads = graphs.backward(output_grads)
         if isinstance(stash.deferred, _ReplayedWeights):
-            pairs = self._read_by_weights(graphs, loaded, given)
+            pairs = self._read_by_weights(graphs, loaded, output_grads)
             stash.deferred.keep(pairs, partial(self._replay_weights, graphs, pairs))
-        return made, self._inputs.pop(index, ())
+        return input_grads, self._inputs.pop(index, ())
 
     def _read_by_weights(
         self, graphs: LayerGraphs, loaded: Sequence[Pair], gradients: Gradients

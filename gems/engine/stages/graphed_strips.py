@@ -92,7 +92,7 @@ class _EagerStrip:
 
         def end(outputs: Any) -> Tensors:
             tensors = tuple(tensors_in(outputs))
-            self.flags = [each.requires_grad for each in tensors]
+            self.flags = [tensor.requires_grad for tensor in tensors]
             ends.append(map_tensors(Tensor.detach, outputs))
             return tensors
 
@@ -105,9 +105,9 @@ class _EagerStrip:
 
     def backward(self, gradients: Gradients) -> Tensors:
         """Return the gradients of the inputs."""
-        given: Any = gradients
+        output_grads: Any = gradients
         run = self.stage.backward_input if self.is_split else self.stage.backward
-        return run(self.index, given)[0]
+        return run(self.index, output_grads)[0]
 
     def backward_weight(self) -> None:
         """Add the weight gradients that are apart."""
@@ -154,8 +154,8 @@ class _Slot:
         for own, each in pairs if self.is_split else ():
             with capturing(self.stage, pool, Kind.W) as own.graphs[Kind.W]:
                 each.backward_weight()
-        for name, mine, wanted in zip("FB", self._play(self.strips), eager, strict=True):
-            compare(name, mine, wanted)
+        for name, replayed, wanted in zip("FB", self._play(self.strips), eager, strict=True):
+            compare(name, replayed, wanted)
         return self
 
     def _capture_forward(self, own: _Strip, layers: _EagerStrip) -> StashMeter:
@@ -179,32 +179,34 @@ class _Slot:
                 torch.empty_like(output) if flag else None
                 for flag, output in zip(flags, floating(own.outputs), strict=True)
             ]
-            received = [each for each in own.output_gradients if each is not None]
-            made = layers.backward(own.output_gradients)
-            own.input_gradients = _apart(made, storage_addresses(received))
+            received = [gradient for gradient in own.output_gradients if gradient is not None]
+            input_grads = layers.backward(own.output_gradients)
+            own.input_gradients = _apart(input_grads, storage_addresses(received))
         meter.held.clear()
         around = storage_sizes([*received, *own.input_gradients])
         known = storage_addresses([*own.inputs, *tensors_in(own.outputs)]) | meter.known
-        left = self.stage.left_bytes(layers.index)
-        new = left.keys() - known - meter.saved.keys()
-        self.num_bytes += sum((around | {address: left[address] for address in new}).values())
+        left_bytes = self.stage.left_bytes(layers.index)
+        new = left_bytes.keys() - known - meter.saved.keys()
+        self.num_bytes += sum((around | {address: left_bytes[address] for address in new}).values())
 
     def _play(self, strips: Sequence[Replays]) -> tuple[list[Tensor], list[Tensor]]:
         """Return what forward and backward of an image compute, for made-up gradients."""
         modules = self.stage.modules
         buffers = list(modules.buffers())
-        gradients = [each.grad for each in modules.parameters() if each.grad is not None]
+        gradients = [weight.grad for weight in modules.parameters() if weight.grad is not None]
         before = copies([*buffers, *gradients])
         for gradient in gradients:
             gradient.data.zero_()
-        outputs = [each.forward(own.inputs) for each, own in zip(strips, self.strips, strict=True)]
-        given = [list(map(ramp, floating(each))) for each in outputs]
+        outputs = [
+            replays.forward(own.inputs) for replays, own in zip(strips, self.strips, strict=True)
+        ]
+        output_grads = [list(map(ramp, floating(strip_outputs))) for strip_outputs in outputs]
         forward = copies([*tensors_in(outputs), *buffers])
         del outputs
-        found = [each.backward(given.pop()) for each in reversed(strips)]
-        for each in strips if self.is_split else ():
-            each.backward_weight()
-        backward = copies([*tensors_in(found), *gradients])
+        input_grads = [replays.backward(output_grads.pop()) for replays in reversed(strips)]
+        for replays in strips if self.is_split else ():
+            replays.backward_weight()
+        backward = copies([*tensors_in(input_grads), *gradients])
         restore([*buffers, *gradients], before)
         return forward, backward
 
@@ -237,7 +239,7 @@ class GraphedStrips(GraphedStage):
         strip = index % self._streamed.form.strips
         rows = self._streamed.rows_of(strip, inputs)
         if self._free_slots is None:
-            self._samples[strip] = [torch.empty_like(each, device="meta") for each in rows]
+            self._samples[strip] = [torch.empty_like(tensor, device="meta") for tensor in rows]
         self._is_last = loss is not None
         return super().forward(index, rows, loss, is_split)
 
@@ -294,19 +296,19 @@ class GraphedStrips(GraphedStage):
 
 
 def _made_up(like: Tensor, device: torch.device) -> Tensor:
-    made = torch.zeros_like(like, device=device)
-    return made.copy_(ramp(made)) if made.is_floating_point() else made
+    tensor = torch.zeros_like(like, device=device)
+    return tensor.copy_(ramp(tensor)) if tensor.is_floating_point() else tensor
 
 
 def _apart(tensors: Sequence[Tensor], known: set[int]) -> Tensors:
     """Return tensors, copied where their memory is known, or not theirs alone."""
-    found = []
+    copies = []
     for tensor in tensors:
         memory = tensor.untyped_storage()
         is_own = memory.nbytes() == tensor.nbytes and memory.data_ptr() not in known
-        found.append(tensor if is_own else tensor.clone())
+        copies.append(tensor if is_own else tensor.clone())
         known.add(memory.data_ptr())
-    return tuple(found)
+    return tuple(copies)
 
 
 def _put(statics: Gradients, tensors: Gradients) -> None:

@@ -160,9 +160,9 @@ class LayerGraphs:
             NotCapturedError: An action cannot be captured, or its replay differs.
         """
         modules = source.stage.modules
-        made = cls(source, pool, _mixed=mixed_layers(source.stage))
+        graphs = cls(source, pool, _mixed=mixed_layers(source.stage))
         buffers = list(modules.buffers())
-        gradients = [each.grad for each in modules.parameters() if each.grad is not None]
+        gradients = [tensor.grad for tensor in modules.parameters() if tensor.grad is not None]
         before = copies([*buffers, *gradients])
 
         def play(layers: Pass | LayerGraphs) -> tuple[list[Tensor], list[Tensor]]:
@@ -170,21 +170,23 @@ class LayerGraphs:
                 gradient.data.zero_()
             outputs = layers.forward([tensor.detach().clone() for tensor in sample])
             forward = copies([*tensors_in(outputs), *buffers])
-            found = layers.backward([ramp(each) for each in floating(outputs)])
+            input_grads = layers.backward([ramp(tensor) for tensor in floating(outputs)])
             if source.is_split:
                 layers.backward_weight()
-            backward = copies([*(each for each in found if each is not None), *gradients])
+            backward = copies(
+                [*(tensor for tensor in input_grads if tensor is not None), *gradients]
+            )
             restore([*buffers, *gradients], before)
             return forward, backward
 
         eager = play(source)
         torch.cuda.empty_cache()  # no capture can, and the pool needs what eager runs have freed
-        made._capture_all(sample)
-        replayed = play(made)
-        for name, mine, wanted in zip(("F", made._backward_kind), replayed, eager, strict=True):
-            compare(name, mine, wanted)
-        made.is_unchanged = tuple(map(torch.equal, made.inputs, sample))
-        return made
+        graphs._capture_all(sample)
+        replayed = play(graphs)
+        for name, value, wanted in zip(("F", graphs._backward_kind), replayed, eager, strict=True):
+            compare(name, value, wanted)
+        graphs.is_unchanged = tuple(map(torch.equal, graphs.inputs, sample))
+        return graphs
 
     def forward(self, inputs: Sequence[Tensor]) -> Any:
         """Replay F, and return copies of its outputs; an input that is passed on is no copy."""
@@ -193,14 +195,14 @@ class LayerGraphs:
         for mixed in self._mixed:
             mixed.refresh()
         self._replay(Kind.F)
-        given = {
+        inputs_by_place = {
             address_of(static): tensor
             for static, tensor, is_same in zip(self.inputs, inputs, self.is_unchanged, strict=False)
             if is_same and static.stride() == tensor.stride()
         }
 
         def copy(tensor: Tensor) -> Tensor:
-            original = given.get(address_of(tensor))
+            original = inputs_by_place.get(address_of(tensor))
             if original is None:
                 return tensor.clone()
             offset = original.storage_offset() + tensor.storage_offset()
@@ -214,7 +216,9 @@ class LayerGraphs:
             if static is not None:
                 static.zero_() if gradient is None else static.copy_(gradient)
         self._replay(self._backward_kind)
-        return tuple(None if each is None else each.clone() for each in self.input_gradients)
+        return tuple(
+            None if gradient is None else gradient.clone() for gradient in self.input_gradients
+        )
 
     def backward_weight(self) -> None:
         """Replay W."""
@@ -231,10 +235,10 @@ class LayerGraphs:
         self.inputs = tuple(map(_unowned, self.inputs))
         self.outputs = map_tensors(_unowned, self.outputs)
         self.output_gradients = [
-            None if each is None else _unowned(each) for each in self.output_gradients
+            None if gradient is None else _unowned(gradient) for gradient in self.output_gradients
         ]
         self.input_gradients = [
-            None if each is None else _unowned(each) for each in self.input_gradients
+            None if gradient is None else _unowned(gradient) for gradient in self.input_gradients
         ]
 
     @property
@@ -273,8 +277,8 @@ class LayerGraphs:
         ):
             self.inputs = tuple(torch.empty_like(tensor) for tensor in sample)
             self.outputs = source.forward(self.inputs)
-        held = self.saved | storage_sizes([*self.inputs, *tensors_in(self.outputs)])
-        self.num_bytes = sum(held.values())
+        held_bytes = self.saved | storage_sizes([*self.inputs, *tensors_in(self.outputs)])
+        self.num_bytes = sum(held_bytes.values())
         flags = floating_flags(source.flags, self.outputs)
         self.output_gradients = [None] * len(flags)
         if not any(flags):
@@ -286,15 +290,17 @@ class LayerGraphs:
                 for flag, output in zip(flags, floating(self.outputs), strict=True)
             ]
             self.input_gradients = source.backward(self.output_gradients)
-        received = [each for each in self.output_gradients if each is not None]
-        made = [each for each in self.input_gradients if each is not None]
-        around = storage_sizes([*received, *made])
+        received = [gradient for gradient in self.output_gradients if gradient is not None]
+        input_grads = [gradient for gradient in self.input_gradients if gradient is not None]
+        around = storage_sizes([*received, *input_grads])
         self.num_bytes += sum(around.values())
         if source.deferred is not None:
-            kept = storage_sizes(source.deferred.tensors())
-            self.read_by_weights = {where: kept[where] for where in kept.keys() - known}
-            new = self.read_by_weights.keys() - held.keys() - around.keys()
-            self.num_bytes += sum(kept[where] for where in new)
+            deferred_bytes = storage_sizes(source.deferred.tensors())
+            self.read_by_weights = {
+                where: deferred_bytes[where] for where in deferred_bytes.keys() - known
+            }
+            new = self.read_by_weights.keys() - held_bytes.keys() - around.keys()
+            self.num_bytes += sum(deferred_bytes[where] for where in new)
             for_weights.clear()
             with capturing(stage, pool, Kind.W) as self._graphs[Kind.W]:
                 source.backward_weight()
@@ -349,7 +355,7 @@ def floating_flags(flags: Sequence[bool], outputs: Any) -> list[bool]:
 
 def layouts_of(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
     """Return what tensors must have in common to be the inputs of the same graphs."""
-    return tuple((each.shape, each.stride(), each.dtype) for each in tensors)
+    return tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
 
 
 def address_of(tensor: Tensor) -> int:
@@ -359,20 +365,20 @@ def address_of(tensor: Tensor) -> int:
 
 def mixed_layers(stage: WholeStage) -> list[Mixed]:
     """Return the layers of a stage in mixed precision; their low copies are no part of a graph."""
-    found = map(mixed_of, stage.modules.modules())
-    return [each for each in found if each is not None]
+    mixed = map(mixed_of, stage.modules.modules())
+    return [layer for layer in mixed if layer is not None]
 
 
 def last_output(stage: WholeStage, values: Tensors) -> Any:
     """Run the layers of a stage, and return what the last one returns."""
-    found: list[Any] = []
+    outputs: list[Any] = []
 
     def keep(output: Any) -> Tensor:
-        found.append(output)
+        outputs.append(output)
         return next(tensors_in(output))
 
     stage.run_layers(values, keep)
-    return found[0]
+    return outputs[0]
 
 
 def _nothing() -> None:

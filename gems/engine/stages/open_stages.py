@@ -146,8 +146,8 @@ def _open_store(
     plan = options.plan
     tensors = (
         tensor
-        for each in modules
-        for tensor in chain(each.parameters(), each.buffers(), low_copies(each))
+        for module in modules
+        for tensor in chain(module.parameters(), module.buffers(), low_copies(module))
     )
     min_bytes = options.min_offload_bytes if plan is None else plan.least_bytes
     is_conv_only = plan is not None and plan.only_conv_inputs
@@ -244,10 +244,10 @@ def _cut(
     for name, segment in zip(names, planned, strict=True):
         is_selective = segment.choice is Choice.SELECTIVE
         modules = nn.ModuleList(layers[segment.first - first : segment.end - first])
-        given = stage, modules, key, name or 0, name == names[-1], store, is_selective
+        arguments = stage, modules, key, name or 0, name == names[-1], store, is_selective
         if slot is None:
-            yield name, StoredSegment(*given)
+            yield name, StoredSegment(*arguments)
             continue
-        graphed = GraphedSegment(*given)
+        graphed = GraphedSegment(*arguments)
         graphed.use(slot, replace(captures))
         yield name, graphed

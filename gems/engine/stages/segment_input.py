@@ -25,10 +25,10 @@ def _in_layout(gradient: Tensor | None, layout: Layout) -> Tensor:
     size, stride, dtype, device = layout
     if gradient is not None:
         same = zip(gradient.size(), gradient.stride(), stride, strict=True)
-        if all(mine == its or count == 1 for count, mine, its in same):
+        if all(own == its or count == 1 for count, own, its in same):
             return gradient
-    made = torch.empty_strided(size, stride, dtype=dtype, device=device)
-    return made.zero_() if gradient is None else made.copy_(gradient)
+    copy = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    return copy.zero_() if gradient is None else copy.copy_(gradient)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,11 @@ class SegmentInput:
         In later segments, an input without a gradient gives None to the segment before it, as in an
         uncut graph.
         """
-        found: list[Tensor | None] = []
+        gradients: list[Tensor | None] = []
         for cut, layout in zip(self.cuts, self.layouts, strict=True):
             if layout is not None and (cut is not None or not is_first):
                 gradient = None
                 if cut is not None:
                     gradient, cut.gradient = cut.gradient, None
-                found.append(_in_layout(gradient, layout) if is_first else gradient)
-        return tuple(found)
+                gradients.append(_in_layout(gradient, layout) if is_first else gradient)
+        return tuple(gradients)

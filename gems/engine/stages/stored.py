@@ -36,18 +36,20 @@ class Stored(WholeStage):
 
     def backward(self, index: int, gradients: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
         """Run the backward, and free what only this segment needed."""
-        found = super().backward(index, gradients)
+        input_grads = super().backward(index, gradients)
         self._store.end_backward(self._key(index), self._number)
-        return found
+        return input_grads
 
     def backward_input(self, index: int, gradients: Sequence[Tensor]) -> tuple[Tensors, Tensors]:
         """Compute the input gradients, and keep on the device what the weight gradients need."""
-        found = super().backward_input(index, gradients)
+        input_grads = super().backward_input(index, gradients)
         received = storage_addresses(gradients) if self._is_last else set()
-        kept = self._deferred[index].tensors()
-        needed = [tensor for tensor in kept if tensor.untyped_storage().data_ptr() not in received]
+        deferred = self._deferred[index].tensors()
+        needed = [
+            tensor for tensor in deferred if tensor.untyped_storage().data_ptr() not in received
+        ]
         self._store.end_backward(self._key(index), self._number, needed)
-        return found
+        return input_grads
 
     def backward_weight(self, index: int) -> None:
         """Add the weight gradients that `backward_input` deferred, and free what it kept."""
@@ -135,7 +137,7 @@ class StoredSegment(Stored):
         if is_run_again:
             outputs = self._run_once(index, inputs, wanted, loss, is_split)
             parameters = self.modules.parameters()
-            has_graph = any(wanted) or any(each.requires_grad for each in parameters)
+            has_graph = any(wanted) or any(parameter.requires_grad for parameter in parameters)
             flags = [has_graph and tensor.is_floating_point() for tensor in outputs]
         else:
             outputs = self._record(
@@ -163,8 +165,8 @@ class StoredSegment(Stored):
                 for value in entry.outputs
             )
 
-        def run(given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            return self.run_layers(self._copy_changed(given), loss)
+        def run(values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return self.run_layers(self._copy_changed(values), loss)
 
         self._record(
             index,
@@ -188,11 +190,12 @@ class StoredSegment(Stored):
     def _pass_on(self, index: int, outputs: Tensors, flags: Sequence[bool]) -> Tensors:
         """Return the outputs without their graph; `flags` say which ask for a gradient."""
         self._store.record_outputs(self._key(index), self._number, outputs)
-        made = tuple(tensor.detach() for tensor in outputs)
+        detached = tuple(tensor.detach() for tensor in outputs)
         if self._is_last:
-            return made
+            return detached
         return tuple(
-            tensor.requires_grad_(is_wanted) for tensor, is_wanted in zip(made, flags, strict=True)
+            tensor.requires_grad_(is_wanted)
+            for tensor, is_wanted in zip(detached, flags, strict=True)
         )
 
     def _run_once(
@@ -209,7 +212,7 @@ class StoredSegment(Stored):
         _, values = SegmentInput.enter(inputs, wanted)
         with self.deferring_to(DeferredGradients() if is_split else None):
             outputs, context = self._recomputation.forward(
-                values, lambda given: self._run_on_copies(given, loss)
+                values, lambda copies: self._run_on_copies(copies, loss)
             )
         for entry in context.matmuls or ():  # saved in the store, so that they may be offloaded too
             entry.outputs = tuple(
@@ -250,33 +253,33 @@ class StoredSegment(Stored):
         # within a stage some may be None, which the segment before expects
         return stash.inputs.gradients(is_first=self._number == 0), self._inputs.pop(index, ())
 
-    def _run_on_copies(self, given: tuple[Tensor, ...], loss: Loss | None) -> tuple[Tensor, ...]:
+    def _run_on_copies(self, inputs: tuple[Tensor, ...], loss: Loss | None) -> tuple[Tensor, ...]:
         """Run the layers on copies of the inputs that they change in place.
 
         The first call finds out which inputs these are.
         """
         if self._changed_inputs is not None:
-            return self.run_layers(self._copy_changed(given), loss)
-        copies = tuple(tensor.clone() for tensor in given)
+            return self.run_layers(self._copy_changed(inputs), loss)
+        copies = tuple(tensor.clone() for tensor in inputs)
         versions = [tensor._version for tensor in copies]
         outputs = self.run_layers(copies, loss)
         self._changed_inputs = frozenset(
             i for i, copy in enumerate(copies) if copy._version != versions[i]
         )
         originals = {
-            copy.untyped_storage()._cdata: given[i]
+            copy.untyped_storage()._cdata: inputs[i]
             for i, copy in enumerate(copies)
-            if i not in self._changed_inputs and copy.stride() == given[i].stride()
+            if i not in self._changed_inputs and copy.stride() == inputs[i].stride()
         }
         return tuple(
             _view_of_original(originals.get(tensor.untyped_storage()._cdata), tensor)
             for tensor in outputs
         )
 
-    def _copy_changed(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _copy_changed(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         changed = self._changed_inputs or frozenset()
         return tuple(
-            tensor.clone() if index in changed else tensor for index, tensor in enumerate(given)
+            tensor.clone() if index in changed else tensor for index, tensor in enumerate(inputs)
         )
 
 

@@ -71,13 +71,13 @@ class StoredStrips(Stored, StreamedStage):
             with self._hooks(index):
                 outputs = self._run_strip(image, strip, rows, loss, deferred)
             self._stash[index] = Stash(self._staying(index, rows), (), deferred)
-        made = () if loss is not None else self._given_on(strip, outputs)
-        self._store.record_outputs(key, 0, made)
+        boundary = () if loss is not None else self._given_on(strip, outputs)
+        self._store.record_outputs(key, 0, boundary)
         self._count_left(
             image, outputs, lambda tensor: self._store.is_counted(key, tensor.untyped_storage())
         )
         self._store.activations.count_bytes(image.left_bytes)
-        return made
+        return boundary
 
     def recompute(
         self, index: int, loss: Loss | None = None, images: Sequence[Tensor] = ()
@@ -91,18 +91,20 @@ class StoredStrips(Stored, StreamedStage):
         image = self._images[number]
         pending: _Pending = self._pending.pop(index)
         if pending.inputs is None:
-            given = tuple(images)
-            inputs = self._takes.given(given, strip, self.device)
-            static = (each for each in pending.carried if isinstance(each, Tensor))
-            self._store.replace_inputs(self._key(index), [*given, *static])
+            rows = tuple(images)
+            inputs = self._takes.given(rows, strip, self.device)
+            static = (tensor for tensor in pending.carried if isinstance(tensor, Tensor))
+            self._store.replace_inputs(self._key(index), [*rows, *static])
         else:
-            given = pending.given
-            inputs = [None if each is None else self._store.load(each) for each in pending.inputs]
+            rows = pending.given
+            inputs = [
+                None if tensor is None else self._store.load(tensor) for tensor in pending.inputs
+            ]
         carried = [
-            (self._store.load(each) if isinstance(each, SavedTensor) else each).requires_grad_(
-                has_gradient
-            )
-            for each, has_gradient in zip(pending.carried, pending.has_gradient, strict=True)
+            (
+                self._store.load(tensor) if isinstance(tensor, SavedTensor) else tensor
+            ).requires_grad_(has_gradient)
+            for tensor, has_gradient in zip(pending.carried, pending.has_gradient, strict=True)
         ]
         deferred = DeferredGradients() if pending.is_split else None
         with self._hooks(index):
@@ -110,7 +112,7 @@ class StoredStrips(Stored, StreamedStage):
             if image.loss is not None and loss is not None:
                 image.loss.run_again(strip, outputs, loss)
             del outputs
-        self._stash[index] = Stash(given, (), deferred)
+        self._stash[index] = Stash(rows, (), deferred)
 
     def _hooks(self, index: int) -> AbstractContextManager[Any]:
         return self._store.saved_tensor_hooks(self._key(index), 0)
@@ -131,20 +133,20 @@ class StoredStrips(Stored, StreamedStage):
         carried = image.sample.carried
         statics = image.sample.static
         static = storage_addresses(statics)
-        given = self._takes.given(rows, index % self.form.strips, self.device)
+        inputs = self._takes.given(rows, index % self.form.strips, self.device)
         self._pending[index] = _Pending(
             self._staying(index, rows) if is_kept else (),
-            [None if each is None else self._store.save(key, 0, each) for each in given]
+            [None if tensor is None else self._store.save(key, 0, tensor) for tensor in inputs]
             if is_kept
             else None,
             [
-                each if storage_addresses([each]) & static else self._store.save(key, 0, each)
-                for each in carried
+                tensor if storage_addresses([tensor]) & static else self._store.save(key, 0, tensor)
+                for tensor in carried
             ],
-            [each.requires_grad for each in carried],
+            [tensor.requires_grad for tensor in carried],
             deferred is not None,
         )
-        outputs = image.sample.forward(given, deferred, is_run_again=True)
+        outputs = image.sample.forward(inputs, deferred, is_run_again=True)
         if not is_kept:
             self._store.replace_inputs(key, statics)
         return outputs

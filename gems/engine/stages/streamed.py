@@ -82,7 +82,7 @@ class InStrips(WholeStage):
     def _given_on(self, strip: int, outputs: Sequence[Tensor | None]) -> Tensors:
         """Return the tensors of the next boundary."""
         return tuple(
-            each for place in self._gives.places(strip) if (each := outputs[place]) is not None
+            tensor for place in self._gives.places(strip) if (tensor := outputs[place]) is not None
         )
 
 
@@ -213,25 +213,25 @@ class StreamedStage(InStrips):
         number, strip = divmod(index, self.form.strips)
         image = self._images[number]
         if image.loss is None:
-            given = self._gives.spread(gradients, strip, have_gradient=True)
+            output_grads = self._gives.spread(gradients, strip, have_gradient=True)
         else:
-            given = image.loss.backward(strip, gradients)
-        found = image.sample.backward(given)
+            output_grads = image.loss.backward(strip, gradients)
+        input_grads = image.sample.backward(output_grads)
         if strip == 0:
             del self._images[number]
         inputs: Tensors = stash.inputs
         if self.is_first:
             return (), inputs
-        made = []
+        boundary_grads = []
         for place in self._takes.places(strip, have_gradient=True):
             boundary = self._takes.boundaries[place]
-            gradient = found[place]
+            gradient = input_grads[place]
             if gradient is None:
                 gradient = torch.zeros(
                     boundary.strip_shape(strip), dtype=boundary.dtype, device=self.device
                 )
-            made.append(gradient)
-        return tuple(made), inputs
+            boundary_grads.append(gradient)
+        return tuple(boundary_grads), inputs
 
     def _measure(
         self,
@@ -260,11 +260,13 @@ class StreamedStage(InStrips):
         Tensors for which `is_counted` is true are left out.
         """
         static = storage_addresses(image.sample.static)
-        made = (each for each in outputs if each is not None and not is_counted(each))
+        uncounted = (tensor for tensor in outputs if tensor is not None and not is_counted(tensor))
         waits = image.loss is not None and image.loss.waits
-        image.waiting_bytes = image.waiting_bytes + new_bytes(made, static) if waits else 0
-        left = new_bytes((each for each in image.sample.left if not is_counted(each)), static)
-        image.left_bytes = left + image.waiting_bytes
+        image.waiting_bytes = image.waiting_bytes + new_bytes(uncounted, static) if waits else 0
+        left_bytes = new_bytes(
+            (tensor for tensor in image.sample.left if not is_counted(tensor)), static
+        )
+        image.left_bytes = left_bytes + image.waiting_bytes
 
 
 class EvaluationInStrips(InStrips):
@@ -292,10 +294,10 @@ class EvaluationInStrips(InStrips):
         strip = self._strip
         taken = storage_addresses(inputs)
         with torch.no_grad():
-            given = self._takes.given(self.rows_of(strip, inputs), strip, self.device)
-            outputs, kept = self.form.forward(strip, given, self._carries.pop(strip, ()))
-            for held, tensor in zip(self.form.held(strip), kept, strict=True):
-                self._carries.setdefault(held.to, []).append(_alone(tensor, taken))
+            taken_inputs = self._takes.given(self.rows_of(strip, inputs), strip, self.device)
+            outputs, carries = self.form.forward(strip, taken_inputs, self._carries.pop(strip, ()))
+            for carry, tensor in zip(self.form.held(strip), carries, strict=True):
+                self._carries.setdefault(carry.to, []).append(_alone(tensor, taken))
         self.poll()
         is_end = strip == self.form.strips - 1
         self._strip = 0 if is_end else strip + 1
@@ -303,16 +305,16 @@ class EvaluationInStrips(InStrips):
             return self._given_on(strip, outputs)
         part = self.part_of(strip)
         if part is not None:
-            made: Any = outputs
-            return None if is_empty(part) else self.form.structured(made)
+            output: Any = outputs
+            return None if is_empty(part) else self.form.structured(output)
         self._outputs.append(
             tuple(None if tensor is None else _alone(tensor, taken) for tensor in outputs)
         )
         if not is_end:
             return None
-        found = self._outputs
+        strips = self._outputs
         self._outputs = []
-        return self.form.joined(found)
+        return self.form.joined(strips)
 
     def reset(self) -> None:
         """Drop the image under way after a failed step."""

@@ -60,8 +60,8 @@ def find_forms(
     """
     strips = parallel.num_strips
     grid = parallel.grid
-    given = input_spec(data, parallel.micro_batch_size, precision.compute)
-    passed = BoundaryTensors((Boundary.even(given.shape, given.dtype, grid),), strips)
+    spec = input_spec(data, parallel.micro_batch_size, precision.compute)
+    passed = BoundaryTensors((Boundary.even(spec.shape, spec.dtype, grid),), strips)
     forms: dict[StageKey, StripStage] = {}
     specs: list[tuple[TensorSpec, ...]] = []
     norm_ends: dict[str, tuple[int, ...]] = {}

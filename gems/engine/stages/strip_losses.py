@@ -77,7 +77,7 @@ class LossAtEnd(ImageLoss):
         if self._edges:
             run_backward(self._edges, gradients)
             self._edges = ()
-            for cut in (each for cuts in self._cuts for each in cuts if each is not None):
+            for cut in (inner for cuts in self._cuts for inner in cuts if inner is not None):
                 # a part of the gradient of all strips, which each part would keep alive
                 if cut.gradient is not None:
                     cut.gradient = cut.gradient.clone()
@@ -131,8 +131,8 @@ def _cuts(outputs: Outputs) -> list[Cut | None]:
 
 def _begun(cuts: Sequence[Cut | None], outputs: Outputs) -> list[Tensor | None]:
     return [
-        each if cut is None or each is None else begin(cut, each)
-        for cut, each in zip(cuts, outputs, strict=True)
+        tensor if cut is None or tensor is None else begin(cut, tensor)
+        for cut, tensor in zip(cuts, outputs, strict=True)
     ]
 
 

@@ -99,13 +99,13 @@ class WholeStage(Stage):
         stash = self._stash.pop(index)
         assert stash.deferred is not None
         with self.deferring_to(stash.deferred):
-            found = self._backward(index, stash, gradients)
+            input_grads = self._backward(index, stash, gradients)
         self._deferred[index] = stash.deferred
         alike = self._alike(index)
         if alike not in self._held_bytes:
-            known = storage_addresses(self._known([*found[1], *gradients]))
+            known = storage_addresses(self._known([*input_grads[1], *gradients]))
             self._held_bytes[alike] = new_bytes(stash.deferred.tensors(), known)
-        return found
+        return input_grads
 
     def backward_weight(self, index: int) -> None:
         """Add the weight gradients that `backward_input` deferred."""
