@@ -144,13 +144,13 @@ class Dataset(ABC):
             whole = cast(Image, self.image(split, index, draw))
             return np.ascontiguousarray(whole[:, *box])
         self._check(split, index)
-        made = np.empty((channels, *(end - start for start, end in spans)), dtype=np.float32)
-        upright = made
+        rows = np.empty((channels, *(end - start for start, end in spans)), dtype=np.float32)
+        upright = rows
         if split == "train" and self.augment:
             rng = generator(self.seed, "augment", index, draw)
-            upright, box = unturned(made, box, sides, rng)
+            upright, box = unturned(rows, box, sides, rng)
         self._write(split, index, box, upright)
-        return made
+        return rows
 
     def label(self, split: Split, index: int, draw: int = 0) -> Label:
         """Return the label of one sample, without reading its pixels.
@@ -160,10 +160,10 @@ class Dataset(ABC):
         float32 values of shape (num_classes,), for several labels and for regression.
         """
         self._check(split, index)
-        found = self._label(split, index)
-        if split != "train" or not self.augment or np.ndim(found) < 2:
-            return found
-        mask: Any = np.asarray(found)[np.newaxis]
+        label = self._label(split, index)
+        if split != "train" or not self.augment or np.ndim(label) < 2:
+            return label
+        mask: Any = np.asarray(label)[np.newaxis]
         return cast(
             Label,
             np.ascontiguousarray(turned(mask, generator(self.seed, "augment", index, draw))[0]),
@@ -182,15 +182,15 @@ class Dataset(ABC):
         it is a part of another array.
         """
         stacked: NDArray[Any] | None = None
-        found: list[Label] = []
+        batch_labels: list[Label] = []
         for row, (index, draw) in enumerate(samples.tolist()):
             if images and labels:
                 image, label = self.sample(split, index, draw)
-                found.append(label)
+                batch_labels.append(label)
             elif images:
                 image = self.image(split, index, draw)
             else:
-                found.append(self.label(split, index, draw))
+                batch_labels.append(self.label(split, index, draw))
                 continue
             if stacked is None:
                 if len(samples) == 1 and image.flags.owndata and image.flags.writeable:
@@ -198,7 +198,7 @@ class Dataset(ABC):
                     continue
                 stacked = np.empty((len(samples), *image.shape), dtype=image.dtype)
             stacked[row] = image
-        return stacked, np.stack([_as_array(label) for label in found]) if labels else None
+        return stacked, np.stack(list(map(_as_array, batch_labels))) if labels else None
 
     def name_of(self, split: Split, index: int) -> str:
         """Return the name of a sample in errors: its number, and its file if it has its own."""
@@ -324,20 +324,20 @@ def as_label(value: Any, data: DataConfig, task: str, name: str) -> Label:
         ConfigError: A class is outside 0 <= label < num_classes, the shape is wrong, or a value is
             not finite.
     """
-    given = np.asarray(value.detach() if hasattr(value, "detach") else value)
+    array = np.asarray(value.detach() if hasattr(value, "detach") else value)
     shape = {"classification": (), "segmentation": data.sides_px}.get(task, (data.num_classes,))
-    sides = [[side for side in each if side != 1] for each in (given.shape, shape)]
-    if given.shape != shape and given.ndim > len(shape) and sides[0] == sides[1]:
-        given = given.reshape(shape)  # a shape such as (1,) or (1, height, width)
-    if given.shape != shape:
-        text = f"{name} has a label of shape {given.shape}, and data.task={task} takes {shape}"
+    sides = [[side for side in shape_of if side != 1] for shape_of in (array.shape, shape)]
+    if array.shape != shape and array.ndim > len(shape) and sides[0] == sides[1]:
+        array = array.reshape(shape)  # a shape such as (1,) or (1, height, width)
+    if array.shape != shape:
+        text = f"{name} has a label of shape {array.shape}, and data.task={task} takes {shape}"
         advice = "set data.task, or data.num_classes for the number of values"
-        if given.shape == ():
+        if array.shape == ():
             advice = "set data.task=classification, or let the label be an array"
         raise ConfigError("data.task", task, text, advice)
     if task in ("classification", "segmentation"):
-        return _as_classes(given, data, task, name)
-    values = given.astype(np.float32)
+        return _as_classes(array, data, task, name)
+    values = array.astype(np.float32)
     if not np.isfinite(values).all():
         raise ConfigError("data", name, "has a label that is not finite", "repair or remove it")
     if task == "multi_label" and not np.isin(values, (0, 1)).all():
@@ -346,11 +346,11 @@ def as_label(value: Any, data: DataConfig, task: str, name: str) -> Label:
     return values
 
 
-def _as_classes(given: NDArray[Any], data: DataConfig, task: str, name: str) -> Label:
-    if not np.issubdtype(given.dtype, np.integer) and given.dtype != bool:
-        text = f"{name} has a label of type {given.dtype}, and a class is a whole number"
+def _as_classes(array: NDArray[Any], data: DataConfig, task: str, name: str) -> Label:
+    if not np.issubdtype(array.dtype, np.integer) and array.dtype != bool:
+        text = f"{name} has a label of type {array.dtype}, and a class is a whole number"
         raise ConfigError("data.task", task, text, "set data.task=regression, or convert the label")
-    classes = given.astype(np.int64)
+    classes = array.astype(np.int64)
     is_mask = task == "segmentation"
     ignored = is_mask & ((classes < 0) | (classes == data.ignore_label))
     wrong = classes[((classes < 0) | (classes >= data.num_classes)) & ~ignored]
@@ -395,9 +395,9 @@ def _advice_for_values(values: list[int], data: DataConfig, task: str) -> str:
 
 
 def _as_array(label: Label) -> NDArray[Any]:
-    found = np.asarray(label)
-    return found.astype(
-        np.float32 if np.issubdtype(found.dtype, np.floating) else np.int64, copy=False
+    array = np.asarray(label)
+    return array.astype(
+        np.float32 if np.issubdtype(array.dtype, np.floating) else np.int64, copy=False
     )
 
 

@@ -144,20 +144,20 @@ class Hdf5Dataset(ImageDataset):
 
     def _label(self, split: Split, index: int) -> Label:
         part, row = self._place(split, index)
-        given = self._read(part.path, part.label_key, row)
+        value = self._read(part.path, part.label_key, row)
         name = self.name_of(split, index)
         if part.has_text:
-            return self.class_numbers[_texts(given)[0]]
-        if self._task == "segmentation" and given.ndim in (2, 3):
+            return self.class_numbers[_texts(value)[0]]
+        if self._task == "segmentation" and value.ndim in (2, 3):
             planes = (
-                np.moveaxis(given, -1, 0) if given.ndim == 3 and given.shape[-1] == 1 else given
+                np.moveaxis(value, -1, 0) if value.ndim == 3 and value.shape[-1] == 1 else value
             )
-            given = fitted(
+            value = fitted(
                 planes if planes.ndim == 3 else planes[np.newaxis], self.config, name, is_mask=True
             )
         if self._task in ("segmentation", TASKS[0]):
-            given = mapped(given, self.config.class_map)
-        return self._without_nodata(as_label(given, self.config, self._task, name), split, index)
+            value = mapped(value, self.config.class_map)
+        return self._without_nodata(as_label(value, self.config, self._task, name), split, index)
 
     def _place(self, split: Split, index: int) -> tuple[_Part, int]:
         number, row = self._places[split][index].tolist()
@@ -166,14 +166,14 @@ class Hdf5Dataset(ImageDataset):
     def _stored(self, split: Split, index: int, box: Box) -> Values:
         """Return a part of an image as stored, with channels first."""
         part, row = self._place(split, index)
-        given = self._read(
+        values = self._read(
             part.path, part.image_key, (row, *(box if part.is_channels_last else (..., *box)))
         )
-        if given.ndim == 2:
-            given = given[np.newaxis]
+        if values.ndim == 2:
+            values = values[np.newaxis]
         elif part.is_channels_last:
-            given = given.transpose(2, 0, 1)
-        return given
+            values = values.transpose(2, 0, 1)
+        return values
 
     def _read(self, path: str, key: str, place: Any) -> NDArray[Any]:
         import h5py
@@ -231,10 +231,10 @@ def _parts(data: DataConfig, split: Split) -> list[_Part]:
     ]
     if not paths:
         raise ConfigError("data.path", data.path, f"no file is called {' or '.join(patterns)}")
-    found = [_part(data, path, split) for path in paths]
-    if not any(part.count for part in found):
+    parts = [_part(data, path, split) for path in paths]
+    if not any(part.count for part in parts):
         raise ConfigError("data.path", data.path, f"has no sample in {data.image_key}")
-    return found
+    return parts
 
 
 def _by_split(text: str, split: Split) -> list[str]:

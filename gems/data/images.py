@@ -104,10 +104,10 @@ class ImageDataset(Dataset):
 
         A mask is transformed together with its image.
         """
-        found = super().label(split, index, draw)
-        if self._is_transformed(split) and np.ndim(found) >= 2:
+        label = super().label(split, index, draw)
+        if self._is_transformed(split) and np.ndim(label) >= 2:
             return self.sample(split, index, draw)[1]
-        return found
+        return label
 
     def sample(self, split: Split, index: int, draw: int = 0) -> tuple[Image | Tokens, Label]:
         """Return an image and its label; a mask is transformed together with its image."""
@@ -121,10 +121,10 @@ class ImageDataset(Dataset):
         mask = np.asarray(label) if np.ndim(label) >= 2 else None
         with seeded(self.seed, "transform", index, draw) as number:
             values, mask = self._transformed(values, mask, number, self.name_of(split, index))
-        made = self._normalised(values)
+        image = self._normalised(values)
         if gaps is not None:
-            made[values == fill] = 0
-        return made, label if mask is None else mask
+            image[values == fill] = 0
+        return image, label if mask is None else mask
 
     def prepare(self) -> None:
         """Compute and cache the mean and standard deviation of the training split for all ranks."""
@@ -136,10 +136,10 @@ class ImageDataset(Dataset):
 
     def _pixels(self, split: Split, index: int) -> Image:
         values, gaps = self._known(split, index)
-        made = self._normalised(values)
+        image = self._normalised(values)
         if gaps is not None:
-            made[gaps] = 0
-        return made
+            image[gaps] = 0
+        return image
 
     def _known(self, split: Split, index: int) -> tuple[Values, NDArray[np.bool_] | None]:
         """Return an image and a mask of its nodata values.
@@ -164,12 +164,12 @@ class ImageDataset(Dataset):
         """
         mean, deviation = self.statistics()
         peak = np.float32(range_of(values.dtype, self.config.bits))
-        made = np.empty(values.shape, dtype=np.float32) if out is None else out
-        np.subtract(values, mean * peak, out=made, casting="unsafe", dtype=np.float32)
-        made /= deviation * peak
+        normalised = np.empty(values.shape, dtype=np.float32) if out is None else out
+        np.subtract(values, mean * peak, out=normalised, casting="unsafe", dtype=np.float32)
+        normalised /= deviation * peak
         if nodata is not None:
-            made[is_nodata(values, nodata)] = 0
-        return made
+            normalised[is_nodata(values, nodata)] = 0
+        return normalised
 
     def _fill(self, dtype: np.dtype[Any]) -> Values:
         """Return the mean as image values, to fill pixels without data before a transform.
@@ -204,17 +204,17 @@ class ImageDataset(Dataset):
             data = self.config
             channels = self.shape[0]
             if data.mean is not None or data.std is not None:
-                found: tuple[Any, Any] = data.mean or 0.0, data.std or 1.0
+                statistics: tuple[Any, Any] = data.mean or 0.0, data.std or 1.0
             else:
                 known = {"fixed": FIXED, "imagenet": IMAGENET, "none": (0.0, 1.0)}
-                found = (
+                statistics = (
                     known[data.normalization] if data.normalization in known else self._computed()
                 )
             mean, deviation = (
                 np.resize(
                     np.asarray(part, dtype=np.float64), (channels, *[1] * len(self.shape[1:]))
                 )
-                for part in found
+                for part in statistics
             )
             self._normalization = mean.astype(np.float32), deviation.astype(np.float32)
         return self._normalization
@@ -259,8 +259,8 @@ class ImageDataset(Dataset):
                 )
             return {"mean": mean.tolist(), "std": deviation.tolist()}
 
-        kept = cached(None, "normalization", key, make)
-        return kept["mean"], kept["std"]
+        document = cached(None, "normalization", key, make)
+        return document["mean"], document["std"]
 
     def _bands_of(self, index: int) -> Iterator[Values]:
         """Yield a training image in bands, from top to bottom; read large images band by band."""
@@ -285,21 +285,21 @@ class ImageDataset(Dataset):
         )
         try:
             if is_of_albumentations(self._transform):
-                found = _by_albumentations(self._transform, given, mask, number)
+                transformed = _by_albumentations(self._transform, given, mask, number)
             else:
-                found = _by_torch(self._transform, given, mask)
+                transformed = _by_torch(self._transform, given, mask)
         except Exception as error:
             raise target_error(key, target, f"fails for {name}", error) from error
-        made, made_mask = found
-        if made.dtype != given.dtype:
-            text = f"gives values of type {made.dtype} for {given.dtype}"
+        image, made_mask = transformed
+        if image.dtype != given.dtype:
+            text = f"gives values of type {image.dtype} for {given.dtype}"
             raise ConfigError(
                 key, target, text, "leave the scaling to data.normalization, data.mean and data.std"
             )
-        if made.shape != self.shape or (
+        if image.shape != self.shape or (
             mask is not None and (made_mask is None or made_mask.shape != mask.shape)
         ):
-            shapes = f"an image of {made.shape}" + (
+            shapes = f"an image of {image.shape}" + (
                 "" if made_mask is None else f" and a mask of {made_mask.shape}"
             )
             raise ConfigError(
@@ -308,10 +308,10 @@ class ImageDataset(Dataset):
                 f"gives {shapes}, and the keys say {self.shape}",
                 "crop and resize to these",
             )
-        if made.dtype != values.dtype:
-            made = made * np.float32(peak)
-            made = (np.rint(made) if values.dtype.kind in "iu" else made).astype(values.dtype)
-        return made, None if made_mask is None else made_mask.astype(np.int64)
+        if image.dtype != values.dtype:
+            image = image * np.float32(peak)
+            image = (np.rint(image) if values.dtype.kind in "iu" else image).astype(values.dtype)
+        return image, None if made_mask is None else made_mask.astype(np.int64)
 
 
 class FileDataset(ImageDataset):
@@ -397,12 +397,12 @@ def image_source(name: str, **known: Any) -> Callable[[type[Kind]], type[Kind]]:
 
 def check_images(data: DataConfig) -> None:
     """Raise ConfigError if keys of normalisation and transform contradict each other."""
-    for key, given in (("data.mean", data.mean), ("data.std", data.std)):
-        if given is not None and len(given) not in (1, data.channels):
+    for key, numbers in (("data.mean", data.mean), ("data.std", data.std)):
+        if numbers is not None and len(numbers) not in (1, data.channels):
             raise ConfigError(
                 key,
-                given,
-                f"has {len(given)} entries",
+                numbers,
+                f"has {len(numbers)} entries",
                 f"give one, or data.channels={data.channels}",
             )
     if data.normalization == "imagenet" and data.channels != 3 and data.mean is None:
@@ -431,14 +431,14 @@ def load_transform(data: DataConfig) -> Callable[..., Any]:
     """
     key = "data.transform"
     target = str(data.transform)
-    found = load_target(key, target)
-    if not isinstance(found, type):
+    loaded = load_target(key, target)
+    if not isinstance(loaded, type):
         try:
-            inspect.signature(found).bind(**data.transform_kwargs)
+            inspect.signature(loaded).bind(**data.transform_kwargs)
         except (TypeError, ValueError):
-            return partial(found, **data.transform_kwargs)
-    made: Callable[..., Any] = call_target(key, target, data.transform_kwargs, None)
-    return made
+            return partial(loaded, **data.transform_kwargs)
+    transform: Callable[..., Any] = call_target(key, target, data.transform_kwargs, None)
+    return transform
 
 
 def is_of_albumentations(transform: Any) -> bool:
@@ -465,13 +465,15 @@ def _by_torch(
 ) -> tuple[Values, NDArray[Any] | None]:
     torch = sys.modules["torch"]
     wrap = sys.modules.get("torchvision.tv_tensors")
-    tensors = [torch.from_numpy(np.array(each)) for each in (values, mask) if each is not None]
+    tensors = [torch.from_numpy(np.array(array)) for array in (values, mask) if array is not None]
     if wrap is not None:
         tensors = [
             kind(tensor) for kind, tensor in zip((wrap.Image, wrap.Mask), tensors, strict=False)
         ]
-    found = transform(*tensors)
-    arrays = [each.numpy() for each in (found if isinstance(found, tuple | list) else (found,))]
+    result = transform(*tensors)
+    arrays = [
+        array.numpy() for array in (result if isinstance(result, tuple | list) else (result,))
+    ]
     return arrays[0], arrays[1] if mask is not None else None
 
 

@@ -74,10 +74,10 @@ def mapped(mask: NDArray[Any], class_map: dict[str, int]) -> NDArray[Any]:
     """Return a mask with the values in data.class_map replaced by their classes."""
     if not class_map:
         return mask
-    made = mask.copy()
+    classes = mask.copy()
     for value, number in class_map.items():
-        made[mask == int(value)] = number
-    return made
+        classes[mask == int(value)] = number
+    return classes
 
 
 def check_values_of_map(data: DataConfig) -> None:

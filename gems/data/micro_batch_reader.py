@@ -61,11 +61,11 @@ class MicroBatchReader:
     ) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
         if request.part is None:
             return self._dataset.batch(request.split, samples, request.images, request.labels)
-        found = [
+        stacked = [
             self._dataset.rows(request.split, index, draw, *request.part[0], *request.part[1:])
             for index, draw in samples.tolist()
         ]
-        return found[0][np.newaxis] if len(found) == 1 else np.stack(found), None
+        return stacked[0][np.newaxis] if len(stacked) == 1 else np.stack(stacked), None
 
     def _error(self, request: ReadRequest, whole: Exception) -> ConfigError:
         """Return the error of the first failing sample, found by reading the samples one by one."""

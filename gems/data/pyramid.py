@@ -133,14 +133,14 @@ def open_slide(path: Path) -> Any:
     Raises:
         ConfigError: The slide cannot be read.
     """
-    found = library()
+    module = library()
     try:
-        if found.__name__ == "tiffslide":
-            return found.TiffSlide(path)
-        handle = found.OpenSlide(path)
+        if module.__name__ == "tiffslide":
+            return module.TiffSlide(path)
+        handle = module.OpenSlide(path)
         # the default cache takes 32 MiB, and reading in bands needs none
-        if int(found.__library_version__.split(".")[0]) >= 4:
-            handle.set_cache(found.OpenSlideCache(_CACHE_BYTES))
+        if int(module.__library_version__.split(".")[0]) >= 4:
+            handle.set_cache(module.OpenSlideCache(_CACHE_BYTES))
         return handle
     except Exception as error:
         raise _unreadable(path, error) from error
@@ -170,8 +170,8 @@ def read_facts(path: Path) -> Slide:
             "mpp": float(np.mean([float(each) for each in mpp])) if all(mpp) else None,
         }
 
-    kept = cached(None, "slide", repr((library().__name__, stamps([path]))), make)
-    return Slide(path, tuple(Level(**each) for each in kept["levels"]), kept["mpp"])
+    facts = cached(None, "slide", repr((library().__name__, stamps([path]))), make)
+    return Slide(path, tuple(Level(**each) for each in facts["levels"]), facts["mpp"])
 
 
 def read_bands(
@@ -328,12 +328,12 @@ def _read(
         pixels = _opaque(pixels)
         if inside == size:
             return pixels
-    made = np.full((size[1], size[0], 3), _WHITE, dtype=np.uint8)
+    canvas = np.full((size[1], size[0], 3), _WHITE, dtype=np.uint8)
     if pixels.size:
         row = begin[1] - corner[1]
         column = begin[0] - corner[0]
-        made[row : row + inside[1], column : column + inside[0]] = pixels
-    return made
+        canvas[row : row + inside[1], column : column + inside[0]] = pixels
+    return canvas
 
 
 def _opaque(pixels: Bytes) -> Bytes:

@@ -107,7 +107,7 @@ class SlideDataset(ImageDataset):
         self._labels: dict[Split, NDArray[np.int64]] = {}  # of each record
         for split, chosen in _split(data, records, seed).items():
             regions = [places[id(record)] for record in chosen]
-            counts = np.array([len(found.corners) for found in regions], dtype=np.int64)
+            counts = np.array([len(region.corners) for region in regions], dtype=np.int64)
             starts = np.repeat(np.cumsum(counts) - counts, counts)
             self._regions[split] = regions
             self._labels[split] = np.array(
@@ -130,14 +130,14 @@ class SlideDataset(ImageDataset):
 
     def name_of(self, split: Split, index: int) -> str:
         """Return the slide of a sample and its corner, as text."""
-        found, (x, y) = self._place(split, index)
-        return f"{found.slide.path} at x={x}, y={y}"
+        region, (x, y) = self._place(split, index)
+        return f"{region.slide.path} at x={x}, y={y}"
 
     def box(self, split: Split, index: int) -> tuple[Slide, tuple[float, float, float, float]]:
         """Return the slide of a sample and its region: x, y, width and height in level-0 pixels."""
-        found, (x, y) = self._place(split, index)
+        region, (x, y) = self._place(split, index)
         _, height, width = self.shape
-        return found.slide, (x, y, width * found.downsample, height * found.downsample)
+        return region.slide, (x, y, width * region.downsample, height * region.downsample)
 
     def reads_rows(self, split: Split) -> bool:
         """Return whether parts of regions can be read; a transform needs whole regions."""
@@ -159,20 +159,20 @@ class SlideDataset(ImageDataset):
     def part(self, split: Split, index: int, box: Box) -> Values:
         """Return the bytes of a part of a region."""
         sides = (side.stop - side.start for side in box)
-        made = np.empty((self.shape[0], *sides), dtype=np.uint8)
+        part = np.empty((self.shape[0], *sides), dtype=np.uint8)
         for rows, band in self._bands(split, index, box):
-            made[:, rows] = band
-        return made
+            part[:, rows] = band
+        return part
 
     def identity(self, split: Split) -> str:
         """Return the names, sizes and times of a split's slides, and a digest of its regions."""
         regions = self._regions[split]
         digest = sha256()
-        for found in regions:
+        for region in regions:
             digest.update(
-                f"{found.downsample} {len(found.corners)} ".encode() + found.corners.tobytes()
+                f"{region.downsample} {len(region.corners)} ".encode() + region.corners.tobytes()
             )
-        return f"{stamps([found.slide.path for found in regions])} {digest.hexdigest()}"
+        return f"{stamps([region.slide.path for region in regions])} {digest.hexdigest()}"
 
     def class_counts(self, split: Split) -> tuple[int, ...]:
         """Return the number of regions of each class."""
@@ -220,14 +220,14 @@ def _root(data: DataConfig) -> Path:
     """Return the folder of the slides, or the only slide."""
     if data.path == TISSUE_SLIDE:
         return tissue_slide()
-    found = None if data.path is None else expanded("data.path", data.path)
-    if found is None or not found.exists():
+    root = None if data.path is None else expanded("data.path", data.path)
+    if root is None or not root.exists():
         advice = (
             f"give a folder of slides, or one slide; {TISSUE_SLIDE} is a small one made from"
             " scikit-image's picture"
         )
         raise ConfigError("data.path", data.path, "no such folder or file", advice)
-    return found
+    return root
 
 
 def _labels_path(data: DataConfig) -> Path:
@@ -267,10 +267,10 @@ def _checked_records(data: DataConfig) -> Records:
         ("columns x and y of the table", "given" if is_listed else None),
     ]
     for subject, keys in (("scale", scales), ("place", places)):
-        given = [(name, value) for name, value in keys if value is not None]
-        if len(given) > 1:
-            text = f"cannot be combined with {given[1][0]}, as both say the {subject} of regions"
-            raise ConfigError(given[0][0], given[0][1], text, "use one of them")
+        keys_set = [(name, value) for name, value in keys if value is not None]
+        if len(keys_set) > 1:
+            text = f"cannot be combined with {keys_set[1][0]}, as both say the {subject} of regions"
+            raise ConfigError(keys_set[0][0], keys_set[0][1], text, "use one of them")
     if data.coords_path is not None and data.height_px != data.width_px:
         text = (
             f"is not data.width_px={data.width_px}, and the patches of data.coords_path are square"
@@ -300,11 +300,12 @@ def _split(data: DataConfig, records: Records, seed: int) -> dict[Split, Records
     for record in records:
         firsts.setdefault(record[data.image_column], record)
     slides = list(firsts.values())
-    found = split_records(
+    by_split = split_records(
         data, "data.labels_path", slides, [record["label"] for record in slides], seed
     )
     names = {
-        split: {record[data.image_column] for record in chosen} for split, chosen in found.items()
+        split: {record[data.image_column] for record in chosen}
+        for split, chosen in by_split.items()
     }
     return {
         split: [record for record in records if record[data.image_column] in chosen]
@@ -322,14 +323,14 @@ def _regions(data: DataConfig, records: Records) -> list[_Regions]:
     root = _root(data)
     by_stem: dict[str, list[Path]] = {}
     slides: dict[str, Slide] = {}
-    found = []
+    regions = []
     for record in records:
         name = record[data.image_column]
         if name not in slides:
             slides[name] = read_facts(_slide_path(data, root, name, by_stem))
         slide = slides[name]
         if data.coords_path is not None:
-            found.append(_from_coords(data, slide))
+            regions.append(_from_coords(data, slide))
             continue
         downsample = _downsample(data, slide)
         if "x" in record and "y" in record:
@@ -343,8 +344,8 @@ def _regions(data: DataConfig, records: Records) -> list[_Regions]:
             )
         else:
             corners = _grid(data, slide, downsample)
-        found.append(_Regions(slide, downsample, corners))
-    return found
+        regions.append(_Regions(slide, downsample, corners))
+    return regions
 
 
 def _slide_path(data: DataConfig, root: Path, name: str, by_stem: dict[str, list[Path]]) -> Path:
@@ -359,14 +360,14 @@ def _slide_path(data: DataConfig, root: Path, name: str, by_stem: dict[str, list
         for path in sorted(folder.rglob("*")):
             if path.suffix.lower() in SUFFIXES:
                 by_stem.setdefault(path.stem, []).append(path)
-    found = by_stem.get(name, [])
-    if len(found) == 1:
-        return found[0]
-    if found:
+    paths = by_stem.get(name, [])
+    if len(paths) == 1:
+        return paths[0]
+    if paths:
         raise ConfigError(
             "data.path",
             data.path,
-            f"has {len(found)} slides called {name}",
+            f"has {len(paths)} slides called {name}",
             "name them with folder and suffix",
         )
     text = f"names {name}, and there is no such slide in {folder}"
@@ -426,7 +427,7 @@ def _from_coords(data: DataConfig, slide: Slide) -> _Regions:
     root = expanded("data.coords_path", str(data.coords_path))
     stem = slide.path.stem
     tried = [root] if root.is_file() else [root / f"{stem}.h5", root / f"{stem}_patches.h5"]
-    path = next((each for each in tried if each.is_file()), None)
+    path = next((candidate for candidate in tried if candidate.is_file()), None)
     if path is None:
         text = f"has no coords of slide {stem}"
         raise ConfigError(
@@ -513,8 +514,8 @@ def _grid(data: DataConfig, slide: Slide, downsample: float) -> Corners:
         return {"corners": _tissue_corners(slide, side_px, data.tissue_share).tolist()}
 
     key = repr((library().__name__, stamps([slide.path]), side_px, data.tissue_share))
-    kept = cached(None, "slide_regions", key, make)
-    return np.array(kept["corners"], dtype=np.int64).reshape(-1, 2)
+    grid = cached(None, "slide_regions", key, make)
+    return np.array(grid["corners"], dtype=np.int64).reshape(-1, 2)
 
 
 def _corners(box: tuple[int, int, int, int], side_px: tuple[float, float]) -> Corners:
@@ -522,12 +523,12 @@ def _corners(box: tuple[int, int, int, int], side_px: tuple[float, float]) -> Co
     columns, rows = (
         int(length / side + 1e-6) for length, side in zip(box[2:], side_px, strict=True)
     )
-    found = [
+    corners = [
         (box[0] + round(n * side_px[0]), box[1] + round(m * side_px[1]))
         for m in range(rows)
         for n in range(columns)
     ]
-    return np.array(found, dtype=np.int64).reshape(-1, 2)
+    return np.array(corners, dtype=np.int64).reshape(-1, 2)
 
 
 def _tissue_corners(slide: Slide, side_px: tuple[float, float], share: float) -> Corners:

@@ -64,7 +64,7 @@ def read_split(path: str, count: int) -> Indices:
         ConfigError: The file cannot be read or has another form, an index occurs twice or is beyond
             `count`, or a split is empty.
     """
-    found: dict[Split, list[int]] = {"train": [], "validation": []}
+    splits: dict[Split, list[int]] = {"train": [], "validation": []}
     for name, index in _rows(path):
         if name not in NAMES:
             raise ConfigError(
@@ -79,19 +79,19 @@ def read_split(path: str, count: int) -> Indices:
             )
         split = NAMES[name]
         if split is not None:
-            found[split].append(index)
-    for split, indices in found.items():
+            splits[split].append(index)
+    for split, indices in splits.items():
         if not indices:
             raise ConfigError(
                 "data.split_path", path, f"has no sample for {split}", f"expected {_FORMS}"
             )
-    every = [index for indices in found.values() for index in indices]
+    every = [index for indices in splits.values() for index in indices]
     if len(every) != len(set(every)):
         twice = next(index for index in every if every.count(index) > 1)
         raise ConfigError(
             "data.split_path", path, f"names sample {twice} twice", "each sample is in one split"
         )
-    return {split: np.array(indices, dtype=np.int64) for split, indices in found.items()}
+    return {split: np.array(indices, dtype=np.int64) for split, indices in splits.items()}
 
 
 def _rows(path: str) -> list[tuple[str, int]]:

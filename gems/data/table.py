@@ -55,7 +55,7 @@ class TableDataset(FileDataset):
             for records in self._records.values()
         )
         if trained and (
-            untrained := [validated[each] for each in validated if each not in trained]
+            untrained := [validated[name] for name in validated if name not in trained]
         ):
             text = f"the class {untrained[0]} has no image for training"
             raise ConfigError("data.path", self.config.path, text, "add rows of it to train")
@@ -157,9 +157,9 @@ def class_numbers(data: DataConfig, names: list[str], where: str, is_table: bool
     Raises:
         ConfigError: The number of classes is not data.num_classes, or data.class_map lacks a class.
     """
-    found = sorted(set(names))
+    classes = sorted(set(names))
     if data.class_map:
-        missing = [name for name in found if name not in data.class_map]
+        missing = [name for name in classes if name not in data.class_map]
         if missing:
             raise ConfigError(
                 "data.class_map",
@@ -173,19 +173,23 @@ def class_numbers(data: DataConfig, names: list[str], where: str, is_table: bool
             raise ConfigError(
                 "data.class_map", data.class_map, text, f"data.num_classes is {data.num_classes}"
             )
-        return {name: data.class_map[name] for name in found}
-    if is_table and all(name.isdecimal() and int(name) < data.num_classes for name in found):
-        return {name: int(name) for name in found}
-    if len(found) != data.num_classes:
-        shown = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
-        text = f"{where} has {len(found)} classes ({shown})" if found else f"{where} has no classes"
+        return {name: data.class_map[name] for name in classes}
+    if is_table and all(name.isdecimal() and int(name) < data.num_classes for name in classes):
+        return {name: int(name) for name in classes}
+    if len(classes) != data.num_classes:
+        shown = ", ".join(classes[:5]) + (", ..." if len(classes) > 5 else "")
+        text = (
+            f"{where} has {len(classes)} classes ({shown})"
+            if classes
+            else f"{where} has no classes"
+        )
         advice = (
-            f"set data.num_classes={len(found)}"
-            if len(found) > 1
+            f"set data.num_classes={len(classes)}"
+            if len(classes) > 1
             else "add one, or choose another data.path"
         )
         raise ConfigError("data.num_classes", data.num_classes, text, advice)
-    return {name: number for number, name in enumerate(found)}
+    return {name: number for number, name in enumerate(classes)}
 
 
 def split_records(
@@ -199,7 +203,7 @@ def split_records(
     Raises:
         ConfigError: The column contains another word.
     """
-    found: dict[Split, Records] = {"train": [], "validation": []}
+    splits: dict[Split, Records] = {"train": [], "validation": []}
     if "split" in records[0]:
         for line, record in enumerate(records, start=2):
             if record["split"] not in NAMES:
@@ -209,8 +213,8 @@ def split_records(
                 )
             split = NAMES[record["split"]]
             if split is not None:
-                found[split].append(record)
-        return found
+                splits[split].append(record)
+        return splits
     by_kind = defaultdict(list)
     for record, kind in zip(records, kinds, strict=True):
         by_kind[kind].append(record)
@@ -222,5 +226,5 @@ def split_records(
             .tolist()
         )
         for number, record in enumerate(group):
-            found["validation" if number in held_out else "train"].append(record)
-    return found
+            splits["validation" if number in held_out else "train"].append(record)
+    return splits

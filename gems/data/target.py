@@ -61,8 +61,8 @@ class TargetDataset(Dataset):
         self._task = data.task or TASKS[0]
         self._splits = _open_splits(data, seed)
         counts = [
-            len(_measured(self._target, given)) if some is None else len(some)
-            for given, some in self._splits.values()
+            len(_measured(self._target, dataset)) if indices is None else len(indices)
+            for dataset, indices in self._splits.values()
         ]
         shape = (data.channels, *data.sides_px)
         super().__init__(shape, data.num_classes, counts[0], counts[1], seed, augment=False)
@@ -94,8 +94,8 @@ class TargetDataset(Dataset):
         mask is always read with its sample, because the dataset may crop both.
         """
         self._check(split, index)
-        given, place = self._place(split, index)
-        quick = None if self._task == "segmentation" else _labels_of(given)
+        dataset, place = self._place(split, index)
+        quick = None if self._task == "segmentation" else _labels_of(dataset)
         return self._as_label(
             self._read(split, index, draw)[1] if quick is None else quick(place), split, index
         )
@@ -117,9 +117,9 @@ class TargetDataset(Dataset):
         pairs = [tuple(self._read(split, index, draw)) for index, draw in samples.tolist()]
         try:
             with seeded(self.seed, f"collate {split}", *samples.ravel().tolist()):
-                made = self._collate(pairs)
+                batch = self._collate(pairs)
             first, second = (
-                np.asarray(part.detach() if hasattr(part, "detach") else part) for part in made
+                np.asarray(part.detach() if hasattr(part, "detach") else part) for part in batch
             )
         except Exception as error:
             raise target_error(KEY, self._target, "has a collate that fails", error) from error
@@ -144,11 +144,11 @@ class TargetDataset(Dataset):
 
     def class_counts(self, split: Split) -> tuple[int, ...]:
         """Return the number of labels of each class, from the dataset or by counting its labels."""
-        given, some = self._splits[split]
-        told = getattr(given, "class_counts", None)
+        dataset, indices = self._splits[split]
+        told = getattr(dataset, "class_counts", None)
         if callable(told):
             told = told(split)
-        elif some is not None:  # a sequence counts the samples of both splits
+        elif indices is not None:  # a sequence counts the samples of both splits
             told = None
         if told is None:
             return super().class_counts(split)
@@ -170,41 +170,41 @@ class TargetDataset(Dataset):
 
     def _place(self, split: Split, index: int) -> tuple[Any, int]:
         """Return the user's dataset of a split, and the index in it."""
-        given, some = self._splits[split]
-        return given, index if some is None else int(some[index])
+        dataset, indices = self._splits[split]
+        return dataset, index if indices is None else int(indices[index])
 
     def _read(self, split: Split, index: int, draw: int) -> Sequence[Any]:
         self._check(split, index)
-        given, place = self._place(split, index)
+        dataset, place = self._place(split, index)
         try:
             with seeded(self.seed, f"sample {split}", index, draw) as number:
-                _seed_members(given, number)
-                found = given[place]
+                _seed_members(dataset, number)
+                sample = dataset[place]
         except ConfigError:
             raise
         except Exception as error:
             raise target_error(
                 KEY, self._target, f"{self.name_of(split, index)} cannot be read", error
             ) from error
-        if not isinstance(found, tuple | list) or len(found) != 2:
-            text = f"{self.name_of(split, index)} is of type {type(found).__name__}"
+        if not isinstance(sample, tuple | list) or len(sample) != 2:
+            text = f"{self.name_of(split, index)} is of type {type(sample).__name__}"
             raise ConfigError(KEY, self._target, text, "must be a pair (sample, label)")
-        return found
+        return sample
 
     def _as_image(self, value: Any, split: Split, index: int) -> Image:
         is_tensor = hasattr(value, "detach")
-        given = value.detach().float().numpy() if is_tensor else np.asarray(value)
-        if given.shape == self.shape:
+        image = value.detach().float().numpy() if is_tensor else np.asarray(value)
+        if image.shape == self.shape:
             return self._finite(
-                np.ascontiguousarray(given, dtype=np.float32), self.name_of(split, index)
+                np.ascontiguousarray(image, dtype=np.float32), self.name_of(split, index)
             )
         text = (
-            f"{self.name_of(split, index)} has shape {given.shape}, and the keys say {self.shape}"
+            f"{self.name_of(split, index)} has shape {image.shape}, and the keys say {self.shape}"
         )
-        if given.ndim not in (3, 4):
+        if image.ndim not in (3, 4):
             shapes = "(channels, height, width), or of a volume (channels, depth, height, width)"
             raise ConfigError(KEY, self._target, text, f"must be an array or tensor {shapes}")
-        channels, *sides = given.shape
+        channels, *sides = image.shape
         if not is_tensor and sides[-1] <= 4 < channels:
             raise ConfigError(
                 KEY, self._target, text, "give channels first, as a tensor or by transpose(2, 0, 1)"
@@ -372,32 +372,32 @@ def _argument(target: str, path: str | None, split: Split) -> dict[str, Any]:
     return {}
 
 
-def _measured(target: str, given: Any) -> Any:
+def _measured(target: str, dataset: Any) -> Any:
     """Return a dataset after checking that it has a length and samples by index.
 
     Raises:
         ConfigError: It lacks one of them.
     """
-    if not hasattr(given, "__len__") or not hasattr(given, "__getitem__"):
-        text = f"is a {type(given).__name__} without __len__ and __getitem__"
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        text = f"is a {type(dataset).__name__} without __len__ and __getitem__"
         raise ConfigError(
             KEY, target, text, "must be a map-style dataset: samples by index, and their number"
         )
-    return given
+    return dataset
 
 
-def _labels_of(given: Any) -> Callable[[int], Any] | None:
+def _labels_of(dataset: Any) -> Callable[[int], Any] | None:
     """Return a function from an index to its label that does not read the sample.
 
     Return None if the dataset has none.
     """
-    quick = getattr(given, "label", None)
+    quick = getattr(dataset, "label", None)
     if callable(quick):
         return cast("Callable[[int], Any]", quick)
-    targets = getattr(given, "targets", None)
+    targets = getattr(dataset, "targets", None)
     # `transforms` changes image and label together, unless it is torchvision's pair of transforms
-    joint = getattr(given, "transforms", None)
-    changes_label = getattr(given, "target_transform", None) or (
+    joint = getattr(dataset, "transforms", None)
+    changes_label = getattr(dataset, "target_transform", None) or (
         joint and not hasattr(joint, "target_transform")
     )
     if targets is None or changes_label:
@@ -405,9 +405,9 @@ def _labels_of(given: Any) -> Callable[[int], Any] | None:
     return cast("Callable[[int], Any]", targets.__getitem__)
 
 
-def _seed_members(given: Any, number: int) -> None:
+def _seed_members(dataset: Any, number: int) -> None:
     """Seed members of a dataset with their own generator, such as albumentations pipelines."""
-    for member in getattr(given, "__dict__", {}).values():
+    for member in getattr(dataset, "__dict__", {}).values():
         seed = getattr(member, "set_random_seed", None)
         if callable(seed):
             seed(number)
@@ -421,8 +421,8 @@ def _stamps(value: Any) -> list[str]:
         return [stamp for entry in value for stamp in _stamps(entry)]
     if isinstance(value, str):
         with contextlib.suppress(OSError, ValueError):
-            found = os.stat(value)
-            return [f"{value} {found.st_size} {found.st_mtime_ns}"]
+            stat = os.stat(value)
+            return [f"{value} {stat.st_size} {stat.st_mtime_ns}"]
     return []
 
 

@@ -264,17 +264,17 @@ class BatchLoader:
 
         def requests(number: int) -> Requests:
             starts = first + (number * num_micro_batches + np.arange(num_micro_batches)) * size
-            made = []
+            batches = []
             for m, start in enumerate(starts.tolist()):
                 indices = np.arange(start, start + size)
                 samples = np.stack(
                     [np.where(indices < end, indices, 0), np.zeros_like(indices)], axis=1
                 )
                 num_known = max(0, min(size, end - start))
-                made.append(
+                batches.append(
                     (m, ReadRequest("validation", samples, has_images, has_labels, num_known))
                 )
-            return made
+            return batches
 
         if not (has_images or has_labels):
             yield from (Batch({}, {}) for _ in range(num_rounds))
@@ -306,9 +306,9 @@ class Steps:
         self._per_step = len(layout)
         expected, sent = tee(one for step in range(first, end) for one in requests(step))
         # neither zip nor enumerate: both keep their last item alive until the next call
-        found = map(_pair, expected, reader.read(request for _, request in sent))
-        self._ahead = ReadAhead(found, depth) if depth else None
-        self._found = self._ahead or found
+        loaded = map(_pair, expected, reader.read(request for _, request in sent))
+        self._ahead = ReadAhead(loaded, depth) if depth else None
+        self._found = self._ahead or loaded
         self._next = first * self._per_step
 
     def get(self, step: int) -> Batch:
@@ -319,8 +319,8 @@ class Steps:
         Raises:
             ConfigError: A sample cannot be read, or a worker process ended.
         """
-        found = [self._take(step * self._per_step + place) for place in range(self._num_whole)]
-        return replace(as_batch(found), rows=partial(self._rows, step) if self._places else None)
+        loaded = [self._take(step * self._per_step + place) for place in range(self._num_whole)]
+        return replace(as_batch(loaded), rows=partial(self._rows, step) if self._places else None)
 
     def close(self) -> None:
         """Stop reading ahead in a thread; the processes of `reader` may still read other steps."""
@@ -346,8 +346,8 @@ class Steps:
         raise ValueError(f"request {position} was given already or is beyond the last step")
 
 
-def _pair(expected: tuple[Any, ReadRequest], found: Any) -> Loaded:
-    return expected, found
+def _pair(expected: tuple[Any, ReadRequest], loaded: Any) -> Loaded:
+    return expected, loaded
 
 
 class ReadAhead(Iterator[T]):
@@ -389,7 +389,7 @@ class _Error(NamedTuple):
     error: BaseException
 
 
-def as_batch(found: Iterable[Loaded]) -> Batch:
+def as_batch(loaded: Iterable[Loaded]) -> Batch:
     """Return the batch of micro-batches that were read.
 
     Raises:
@@ -397,7 +397,7 @@ def as_batch(found: Iterable[Loaded]) -> Batch:
     """
     images: dict[int, Tensor] = {}
     labels: dict[int, Tensor] = {}
-    for (m, request), read in found:
+    for (m, request), read in loaded:
         item = _checked(read)
         if request.images:
             images[m] = item[0]
@@ -413,11 +413,11 @@ def _checked(read: Any) -> Any:
     return read
 
 
-def _collate(dtype: torch.dtype, is_channels_last: bool, found: Any) -> Any:
+def _collate(dtype: torch.dtype, is_channels_last: bool, samples: Any) -> Any:
     """Return the tensors that were read: images in `dtype`, masks in the least integer type."""
-    if isinstance(found, ConfigError):
-        return found
-    images, labels = _as_tensors(found)
+    if isinstance(samples, ConfigError):
+        return samples
+    images, labels = _as_tensors(samples)
     if images is not None and images.is_floating_point():
         is_last = is_channels_last and images.dim() == 4
         form = torch.channels_last if is_last else torch.preserve_format
@@ -486,7 +486,7 @@ class Reader:
         try:
             # the error below says what the warnings would say
             with _clean_start(), warnings.catch_warnings(action="ignore"):
-                found = iter(self._loader)
+                batches = iter(self._loader)
         except Exception as error:
             raise ConfigError(
                 "data.num_workers",
@@ -495,15 +495,15 @@ class Reader:
                 "open files in __getitem__, name functions instead of lambda, or set"
                 " data.num_workers=0",
             ) from error
-        return self._guarded(found) if self._num_workers else found
+        return self._guarded(batches) if self._num_workers else batches
 
     def read_here(self, request: ReadRequest) -> Any:
         """Read a micro-batch in this process and return it."""
         return self._collate(self._dataset[request])
 
-    def _guarded(self, found: Iterator[Any]) -> Iterator[Any]:
+    def _guarded(self, batches: Iterator[Any]) -> Iterator[Any]:
         try:
-            yield from found
+            yield from batches
         except RuntimeError as error:
             raise ConfigError(
                 "data.num_workers",

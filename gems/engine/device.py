@@ -131,8 +131,8 @@ class CopyIn:
     def begin(self, tensor: torch.Tensor) -> Arrival:
         """Post the copy of a tensor."""
         with torch.cuda.stream(self._stream):
-            made = tensor.to(self._device, non_blocking=True)
-        return Arrival(made, self._stream.record_event())
+            copy = tensor.to(self._device, non_blocking=True)
+        return Arrival(copy, self._stream.record_event())
 
     def add_piece(
         self, piece: torch.Tensor, first: int, shape: Sequence[int], arrival: Arrival | None = None
@@ -142,10 +142,10 @@ class CopyIn:
         It goes into the tensor of an earlier `arrival`, if there is one.
         """
         with torch.cuda.stream(self._stream):
-            made = (
+            whole = (
                 torch.empty(tuple(shape), dtype=piece.dtype, device=self._device)
                 if arrival is None
                 else arrival.tensor
             )
-            made.view(-1)[first : first + piece.numel()].copy_(piece, non_blocking=True)
-        return Arrival(made, self._stream.record_event())  # which is after the pieces before
+            whole.view(-1)[first : first + piece.numel()].copy_(piece, non_blocking=True)
+        return Arrival(whole, self._stream.record_event())  # which is after the pieces before

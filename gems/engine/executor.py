@@ -320,9 +320,9 @@ class Executor:
         return lambda output: loss(output, labels)
 
     def _inputs(self, action: Action) -> tuple[Tensor, ...]:
-        found = self.router.take(action)
-        if found is not None:
-            return found
+        inputs = self.router.take(action)
+        if inputs is not None:
+            return inputs
         if self._reads_rows(action):
             return (self._read_rows(action),)
         whole = self._tasks[action].whole

@@ -127,14 +127,14 @@ def _prepare_on_first(spec: RunSpec, comm: Comm) -> RunFolder:
     """
     from gems.engine.transport.mpi import broadcast
 
-    mine: RunFolder | GemsError | None = None
+    outcome: RunFolder | GemsError | None = None
     if comm.rank == 0:
         try:
-            mine = prepare(spec, own=hold)
-            mine.write_status("running", host=os.uname().nodename, pid=os.getpid())
+            outcome = prepare(spec, own=hold)
+            outcome.write_status("running", host=os.uname().nodename, pid=os.getpid())
         except GemsError as error:
-            mine = error
-    prepared = cast(RunFolder | GemsError, broadcast(comm, mine))
+            outcome = error
+    prepared = cast(RunFolder | GemsError, broadcast(comm, outcome))
     if isinstance(prepared, GemsError):
         raise prepared
     return prepared

@@ -70,14 +70,17 @@ class Stages:
         placement = plan.schedule.placement
         precision = Precision.of(spec.train.precision)
         of_model = StageModules.from_spec(spec, plan.schedule, plan.boundaries)
-        mine = placement.stages_on(plan.position(comm.rank)[1])
+        own_stages = placement.stages_on(plan.position(comm.rank)[1])
         built = [
             of_model.build(
-                [stage for way, stage in mine if way == direction], spec.seed, precision, device
+                [stage for way, stage in own_stages if way == direction],
+                spec.seed,
+                precision,
+                device,
             )
             for direction in range(placement.num_directions)
         ]
-        modules = {(direction, stage): built[direction][stage] for direction, stage in mine}
+        modules = {(direction, stage): built[direction][stage] for direction, stage in own_stages}
         if spec.machine.channels_last:
             for of_stage in modules.values():
                 of_stage.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -204,5 +207,5 @@ def _freeze(patterns: Sequence[str], comm: Comm, layers: Sequence[NumberedLayer]
         ConfigError: A pattern matches nothing in the whole model.
     """
     if patterns:
-        mine = freeze(((each.name, each.module) for each in layers), patterns)
-        check_frozen(patterns, set().union(*allgather(comm, mine)))
+        used = freeze(((layer.name, layer.module) for layer in layers), patterns)
+        check_frozen(patterns, set().union(*allgather(comm, used)))

@@ -188,11 +188,11 @@ def measure_offset(comm: Comm, prefix: str) -> dict[str, int]:
         for rank in range(1, comm.size):
             best = (1 << 62, 0)
             for _ in range(CLOCK_ROUNDS):
-                asked = time.perf_counter_ns()
+                sent_ns = time.perf_counter_ns()
                 comm.send(None, rank, 1)
                 theirs = comm.recv(source=rank, tag=1)
-                trip = time.perf_counter_ns() - asked
-                best = min(best, (trip, theirs - (asked + trip // 2)))
+                trip = time.perf_counter_ns() - sent_ns
+                best = min(best, (trip, theirs - (sent_ns + trip // 2)))
             comm.send(best, rank, 2)
     else:
         while not comm.Iprobe(

@@ -48,10 +48,14 @@ class StepWeight:
 
     def _weigh(self, labels: Collection[Tensor]) -> float:
         """Return the weight of labels; the host waits for it unless their shapes alone tell it."""
-        shapes = tuple(each.shape for each in labels)
+        shapes = tuple(micro_batch_labels.shape for micro_batch_labels in labels)
         if shapes in self._constant:
             return self._constant[shapes]
-        weight = float(torch.stack([self._loss.weight(each) for each in labels]).sum())
+        weight = float(
+            torch.stack(
+                [self._loss.weight(micro_batch_labels) for micro_batch_labels in labels]
+            ).sum()
+        )
         if self._loss.is_constant:
             self._constant[shapes] = weight
         return weight

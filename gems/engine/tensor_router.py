@@ -138,14 +138,14 @@ class TensorRouter:
 
         `still_read` holds the addresses of storages.
         """
-        left = []
+        still_borrowed = []
         for place, tensor in self._borrowed.pop(micro_batch_key(action), []):
             if _address(tensor) in still_read:
-                left.append((place, tensor))
+                still_borrowed.append((place, tensor))
             else:
                 self._release(place, tensor)
-        if left:
-            self._borrowed[micro_batch_key(action)] = left
+        if still_borrowed:
+            self._borrowed[micro_batch_key(action)] = still_borrowed
 
     def count_between_segments(
         self, is_counted: Callable[[MicroBatchKey, UntypedStorage], bool]
@@ -202,9 +202,9 @@ class TensorRouter:
         stages = self._schedule.placement.predecessors[stage]
         if len(stages) < 2:
             return {}
-        left = iter(gradients)
+        remaining = iter(gradients)
         return {
-            other: tuple(itertools.islice(left, self._channels.num_gradients(other)))
+            other: tuple(itertools.islice(remaining, self._channels.num_gradients(other)))
             for other in stages
         }
 
@@ -235,7 +235,7 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def copy_shared(made: Tensors, received: Sequence[Tensor]) -> Tensors:
+def copy_shared(tensors: Tensors, received: Sequence[Tensor]) -> Tensors:
     """Copy tensors that share memory with receive buffers, which will be filled again soon.
 
     A layer may return a view of its input (flatten, identity), and autograd a view of the gradient.
@@ -243,5 +243,5 @@ def copy_shared(made: Tensors, received: Sequence[Tensor]) -> Tensors:
     taken = {_address(tensor) for tensor in received if tensor is not None}
     return tuple(
         tensor.clone() if tensor is not None and _address(tensor) in taken else tensor
-        for tensor in made
+        for tensor in tensors
     )

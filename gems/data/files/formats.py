@@ -93,14 +93,14 @@ def format_of(path: Path) -> str | None:
     if any((folder / mark).exists() for folder in path.parents[:4] for mark in _ZARR):
         return "Zarr"
     head = head_of(path)
-    found = next(
+    format = next(
         (name for start, magic, name in _MAGIC if head[start : start + len(magic)] == magic), None
     )
-    if found in _PACKED:
+    if format in _PACKED:
         return next(
-            (name for ending, name in _ENDINGS if path.name.lower().endswith(ending)), found
+            (name for ending, name in _ENDINGS if path.name.lower().endswith(ending)), format
         )
-    return found
+    return format
 
 
 @contextmanager
@@ -111,8 +111,8 @@ def readable(path: Path) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        if found := format_of(path):
-            text = f"not a readable image: it is {found}, which is not read here"
-            raise ConfigError("data.path", path, text, _ADVICE_OF.get(found, _ADVICE)) from error
+        if format := format_of(path):
+            text = f"not a readable image: it is {format}, which is not read here"
+            raise ConfigError("data.path", path, text, _ADVICE_OF.get(format, _ADVICE)) from error
         text = f"not a readable image: {' '.join(str(error).split()) or type(error).__name__}"
         raise ConfigError("data.path", path, text, "repair or remove the file") from error

@@ -60,9 +60,9 @@ def files_below(folder: Path) -> list[Path]:
     """Return all files in a folder and its subfolders, except hidden and system files."""
     if not folder.is_dir():
         return []
-    found = (path for path in folder.rglob("*") if path.is_file())
+    files = (path for path in folder.rglob("*") if path.is_file())
     return sorted(
-        path for path in found if not any(map(is_left_over, path.relative_to(folder).parts))
+        path for path in files if not any(map(is_left_over, path.relative_to(folder).parts))
     )
 
 
@@ -86,21 +86,23 @@ def split_folders(root: Path, below: str = "", layouts: str = "") -> dict[Split,
     Raises:
         ConfigError: Only one of them exists, or there are two folders for validation.
     """
-    found = {
+    folders = {
         split: [root / name for name in names if (root / name / below).is_dir()]
         for split, names in SPLIT_NAMES.items()
     }
-    if not found["train"]:
-        found["validation"] = [path for path in found["validation"] if path.name != _MAYBE_CLASS]
-    if len(found["validation"]) > 1:
-        names = " and ".join(f"{path.name}/" for path in found["validation"])
+    if not folders["train"]:
+        folders["validation"] = [
+            path for path in folders["validation"] if path.name != _MAYBE_CLASS
+        ]
+    if len(folders["validation"]) > 1:
+        names = " and ".join(f"{path.name}/" for path in folders["validation"])
         raise ConfigError(
             "data.path", root, f"has {names}, both for validation", "keep one of them"
         )
-    present = [path for paths in found.values() for path in paths]
+    present = [path for paths in folders.values() for path in paths]
     if len(present) == 1:
         what = "/".join(filter(None, (present[0].name, below)))
         raise ConfigError(
             "data.path", root, f"it has {what}/ but not the other split", f"expected {layouts}"
         )
-    return {split: paths[0] for split, paths in found.items()} if present else None
+    return {split: paths[0] for split, paths in folders.items()} if present else None

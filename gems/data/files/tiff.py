@@ -137,7 +137,7 @@ def _read_part(page: Any, rows: slice, columns: slice) -> NDArray[Any]:
     across = ceil(page.imagewidth / width)
     planes = page.samplesperpixel if is_separate else 1
     sides = rows.stop - rows.start, columns.stop - columns.start
-    made = np.zeros((planes, *sides, page.samplesperpixel // planes), dtype=page.dtype)
+    part = np.zeros((planes, *sides, page.samplesperpixel // planes), dtype=page.dtype)
     of_rows = range(rows.start // height, ceil(rows.stop / height))
     of_columns = range(columns.start // width, ceil(columns.stop / width))
     for plane, row, column in product(range(planes), of_rows, of_columns):
@@ -153,14 +153,14 @@ def _read_part(page: Any, rows: slice, columns: slice) -> NDArray[Any]:
         lower = min(top + height, rows.stop)
         first = max(left, columns.start)
         end = min(left + width, columns.stop)
-        made[
+        part[
             plane,
             upper - rows.start : lower - rows.start,
             first - columns.start : end - columns.start,
         ] = segment[0, upper - top : lower - top, first - left : end - left]
     if is_separate:
-        return made[..., 0]
-    return made[0] if page.samplesperpixel > 1 else made[0, ..., 0]
+        return part[..., 0]
+    return part[0] if page.samplesperpixel > 1 else part[0, ..., 0]
 
 
 def _check(page: Any, path: Path, channels: int) -> None:

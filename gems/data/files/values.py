@@ -141,7 +141,7 @@ def fitted(
     size = (data.width_px, data.height_px)
     how = Resampling.NEAREST if is_mask else Resampling.BILINEAR
     exact = np.uint8 if values.dtype == np.uint8 else np.float32
-    made = np.empty((len(values), data.height_px, data.width_px), dtype=values.dtype)
+    fitted = np.empty((len(values), data.height_px, data.width_px), dtype=values.dtype)
 
     def resized(plane: NDArray[Any], dtype: Any) -> NDArray[Any]:
         return np.asarray(
@@ -150,8 +150,10 @@ def fitted(
 
     for channel, plane in enumerate(values):
         gaps = None if nodata is None else is_nodata(plane, nodata)
-        found = resized(plane if gaps is None else np.where(gaps, 0, plane), exact)
-        made[channel] = np.rint(found) if np.issubdtype(values.dtype, np.integer) else found
+        plane_fitted = resized(plane if gaps is None else np.where(gaps, 0, plane), exact)
+        fitted[channel] = (
+            np.rint(plane_fitted) if np.issubdtype(values.dtype, np.integer) else plane_fitted
+        )
         if gaps is not None and gaps.any():
-            made[channel][resized(gaps, np.float32) > 0] = nodata
-    return made
+            fitted[channel][resized(gaps, np.float32) > 0] = nodata
+    return fitted

@@ -29,7 +29,7 @@ def volumes_below(folder: Path) -> dict[str, Path]:
     Raises:
         ConfigError: A file is none of these.
     """
-    found: dict[str, Path] = {}
+    volumes: dict[str, Path] = {}
 
     def look(path: Path) -> None:
         if is_left_over(path.name):
@@ -38,16 +38,16 @@ def volumes_below(folder: Path) -> dict[str, Path]:
         files = [each for each in entries if each.is_file() and not is_left_over(each.name)]
         is_zarr = any((path / mark).exists() for mark in MARKS)
         if path.name.lower().endswith(NIFTI) or is_zarr or (files and all(map(is_dicom, files))):
-            found[_name(path, folder)] = path
+            volumes[_name(path, folder)] = path
         elif path.is_file():
             text = f"{path} is no NIfTI file, Zarr folder or folder of DICOM slices"
             raise ConfigError("data.path", folder, text, "convert or remove it")
-        for entry in [] if found.get(_name(path, folder)) == path else entries:
+        for entry in [] if volumes.get(_name(path, folder)) == path else entries:
             look(entry)
 
     for entry in sorted(folder.iterdir()):
         look(entry)
-    return found
+    return volumes
 
 
 def is_dicom(path: Path) -> bool:
@@ -82,9 +82,9 @@ def open_nifti(path: Path, data: DataConfig) -> StoredVolume:
     affine = image.affine[:3, :3]
 
     def read(spans: Sequence[slice]) -> Values:
-        given = np.asarray(stored[tuple(spans)[: len(image.shape)]])
-        made: Values = given.reshape(*given.shape[:3], -1)
-        return np.moveaxis(made, -1, 0)
+        values = np.asarray(stored[tuple(spans)[: len(image.shape)]])
+        channels: Values = values.reshape(*values.shape[:3], -1)
+        return np.moveaxis(channels, -1, 0)
 
     return StoredVolume(
         sides,
@@ -195,8 +195,8 @@ def open_zarr(path: Path, data: DataConfig) -> StoredVolume:
         raise ConfigError("data.path", path, text, "store each point in time by itself")
 
     def read(spans: Sequence[slice]) -> Values:
-        given: Values = np.asarray(node[(..., *spans)])
-        return given.reshape(-1, *given.shape[-count:])
+        values: Values = np.asarray(node[(..., *spans)])
+        return values.reshape(-1, *values.shape[-count:])
 
     return StoredVolume(
         tuple(node.shape[-count:]),

@@ -33,10 +33,10 @@ def resampled(stored: StoredVolume, spacing: Sequence[float] | None, order: int)
         whole = stored.part(stored.whole)
         by = (1, *np.divide(sides, stored.shape))
         dtype = np.float32 if order else whole.dtype
-        made: Values = zoom(
+        zoomed: Values = zoom(
             whole.astype(dtype, copy=False), by, order=order, mode="nearest", grid_mode=True
         )
-        return made[:, *spans]
+        return zoomed[:, *spans]
 
     axes = tuple((axis, False) for axis in range(len(sides)))
     return replace(
@@ -60,10 +60,10 @@ def middle(stored: StoredVolume, sides: Sequence[int], box: Box, fill: int) -> V
     values = stored.part(Box(*inside))
     if inside == spans:
         return values
-    made = np.full((len(values), *(span.stop - span.start for span in spans)), fill, values.dtype)
+    padded = np.full((len(values), *(span.stop - span.start for span in spans)), fill, values.dtype)
     place = (
         slice(each.start - span.start, each.stop - span.start)
         for each, span in zip(inside, spans, strict=True)
     )
-    made[:, *place] = values
-    return made
+    padded[:, *place] = values
+    return padded

@@ -90,13 +90,13 @@ class VolumeDataset(ImageDataset):
         super().prepare()
         data = self.config
         first = self._volume(self._samples["train"][0][0])
-        mean, deviation = (each.ravel().tolist() for each in self.statistics())
+        mean, deviation = (statistic.ravel().tolist() for statistic in self.statistics())
         _log.info(
             "data=volume: the first of %d volumes has %s voxels %s apart (outer axis first), axes"
             " %s; window %s, then mean %s and deviation %s; %s",
             self.num_train + self.num_validation,
             " x ".join(map(str, first.shape)),
-            " x ".join(f"{each:.4g}" for each in first.spacing_of_sample),
+            " x ".join(f"{statistic:.4g}" for statistic in first.spacing_of_sample),
             first.orientation,
             data.window,
             mean,
@@ -157,8 +157,8 @@ class VolumeDataset(ImageDataset):
         if stored.shape != shape or stored.channels != 1:
             text = f"{mask} has {stored.channels} x {stored.shape} voxels, and its volume {shape}"
             raise ConfigError("data.path", self.config.path, text, "give both the same voxels")
-        given = middle(stored, self.shape[1:], self._whole, NO_LABEL)[0]
-        numbers = mapped(given, self.config.class_map)
+        values = middle(stored, self.shape[1:], self._whole, NO_LABEL)[0]
+        numbers = mapped(values, self.config.class_map)
         label = as_label(numbers, self.config, "segmentation", str(mask))
         return self._without_nodata(label, split, index)
 
@@ -194,10 +194,10 @@ class VolumeDataset(ImageDataset):
             raise ConfigError("data.path", data.path, "has no volume", f"lay it out as {_LAYOUTS}")
         names = [record["label"] for record in records]
         self.class_numbers = class_numbers(data, names, "the folder", False)
-        found = split_records(data, "data.path", records, names, seed)
+        splits = split_records(data, "data.path", records, names, seed)
         return {
             split: [(Path(one["file"]), self.class_numbers[one["label"]]) for one in chosen]
-            for split, chosen in found.items()
+            for split, chosen in splits.items()
         }
 
 
@@ -227,12 +227,12 @@ def _pairs(folder: Path, data: DataConfig) -> list[Sample]:
 
 def _numbers(stored: StoredVolume, path: Path, spans: Sequence[slice]) -> Values:
     """Return a part of a mask as whole numbers."""
-    given = stored.read(spans)
-    made = np.rint(given).astype(np.int64)
-    if not np.array_equal(made, given):
+    values = stored.read(spans)
+    numbers = np.rint(values).astype(np.int64)
+    if not np.array_equal(numbers, values):
         text = f"{path} has values that are no whole numbers"
         raise ConfigError("data.path", path, text, "a mask holds the number of each voxel's class")
-    return made
+    return numbers
 
 
 def _check(data: DataConfig) -> None:

@@ -32,10 +32,10 @@ def open_metrics(
         ConfigError: an unknown name, one that does not suit the task, or a target that cannot be
         called.
     """
-    made: list[Metric] = []
+    opened: list[Metric] = []
     for name, options in chosen.items():
         if options.get("target"):
-            made.append(TargetMetric(name, options, scores))
+            opened.append(TargetMetric(name, options, scores))
             continue
         kind = options.get("name", name)
         if kind not in _BY_NAME:
@@ -49,8 +49,8 @@ def open_metrics(
                 f"is for {' and '.join(METRICS[kind])}",
                 f"data.task is {task}",
             )
-        made.append(_BY_NAME[kind](num_classes, scores))
-    return made
+        opened.append(_BY_NAME[kind](num_classes, scores))
+    return opened
 
 
 class ConfusionMatrix(Metric):
@@ -63,9 +63,9 @@ class ConfusionMatrix(Metric):
 
     def update(self, outputs: Outputs, labels: Tensor) -> None:
         """Count some samples."""
-        found = self._scores(outputs)[:, : self._num_classes].argmax(1)
+        predicted = self._scores(outputs)[:, : self._num_classes].argmax(1)
         is_known = (labels >= 0) & (labels < self._num_classes)
-        pairs = labels[is_known] * self._num_classes + found[is_known]
+        pairs = labels[is_known] * self._num_classes + predicted[is_known]
         self._count(torch.bincount(pairs, minlength=self._num_classes**2))
 
     def matrix(self) -> Tensor:
@@ -151,16 +151,16 @@ class R2(Metric):
         if not len(labels):
             return
         wanted = labels.double().reshape(len(labels), -1)
-        found = self._scores(outputs).detach().double().reshape(wanted.shape)
-        self.by_sample.append(torch.stack([found, wanted], 1))
+        predicted = self._scores(outputs).detach().double().reshape(wanted.shape)
+        self.by_sample.append(torch.stack([predicted, wanted], 1))
 
     def compute(self) -> Values:
         """Return the mean over the values of a sample."""
         if not self.by_sample:
             return {"r2": math.nan}
-        found, wanted = torch.cat(self.by_sample).unbind(1)
+        predicted, wanted = torch.cat(self.by_sample).unbind(1)
         spread = ((wanted - wanted.mean(0)) ** 2).sum(0)
-        return {"r2": float((1 - ((found - wanted) ** 2).sum(0) / spread).mean())}
+        return {"r2": float((1 - ((predicted - wanted) ** 2).sum(0) / spread).mean())}
 
 
 class TargetMetric(Metric):

@@ -46,7 +46,7 @@ def write_heat_maps(
     for stem, (slide, samples, boxes) in zip(stems, slides.values(), strict=True):
         pixels, scale = thumbnail(slide)
         for number in shown:
-            found = heat(
+            heat_values = heat(
                 (pixels.shape[0], pixels.shape[1]),
                 scale,
                 boxes,
@@ -54,7 +54,7 @@ def write_heat_maps(
             )
             name = f"{stem}_{classes[number]}".replace("/", "_")
             with atomic_write(folder / f"{name}.png") as partial:
-                _draw(partial, pixels, found)
+                _draw(partial, pixels, heat_values)
 
 
 def heat(
@@ -77,16 +77,16 @@ def heat(
         columns = slice(max(0, floor(x / scale)), max(0, ceil((x + width) / scale)))
         total[rows, columns] += value
         count[rows, columns] += 1
-    found = np.full(shape_px, np.nan)
-    np.divide(total, count, out=found, where=count > 0)
-    return found
+    heat_values = np.full(shape_px, np.nan)
+    np.divide(total, count, out=heat_values, where=count > 0)
+    return heat_values
 
 
-def _draw(path: Path, pixels: Bytes, found: NDArray[np.float64]) -> None:
+def _draw(path: Path, pixels: Bytes, heat_values: NDArray[np.float64]) -> None:
     from PIL.Image import fromarray
 
-    known = np.isfinite(found)
-    colours = _LOW + np.clip(found[known], 0, 1)[:, None] * (_HIGH - _LOW)
+    known = np.isfinite(heat_values)
+    colours = _LOW + np.clip(heat_values[known], 0, 1)[:, None] * (_HIGH - _LOW)
     drawn = pixels.copy()
     drawn[known] = np.rint((1 - _SHARE) * drawn[known] + _SHARE * colours).astype(np.uint8)
     fromarray(drawn).save(path, format="PNG")

@@ -99,7 +99,7 @@ class Metric(ABC):
 
     def _count(self, *counts: Tensor) -> None:
         self.sums = self.sums.to(counts[0].device) + torch.cat(
-            [each.reshape(-1).double() for each in counts]
+            [count.reshape(-1).double() for count in counts]
         )
 
 
@@ -135,8 +135,8 @@ class ClassAccuracy(Metric):
 
     def update(self, outputs: Outputs, labels: Tensor) -> None:
         """Count some samples."""
-        found, known = _classes(self._scores(outputs), labels, self._num_classes)
-        self._count((found == known).sum(), torch.bincount(known, minlength=self._num_classes))
+        predicted, known = _classes(self._scores(outputs), labels, self._num_classes)
+        self._count((predicted == known).sum(), torch.bincount(known, minlength=self._num_classes))
 
     def compute(self) -> Values:
         """Return the figures by name."""
@@ -162,16 +162,17 @@ class Dice(Metric):
 
     def update(self, outputs: Outputs, labels: Tensor) -> None:
         """Count some samples."""
-        found, known = _classes(self._scores(outputs), labels, self._num_classes)
-        of = (known[found == known], found, known)
+        predicted, known = _classes(self._scores(outputs), labels, self._num_classes)
+        of = (known[predicted == known], predicted, known)
         self._count(*(torch.bincount(classes, minlength=self._num_classes) for classes in of))
 
     def compute(self) -> Values:
         """Return the figures by name."""
-        right, found, known = self.sums.reshape(3, -1).tolist()
+        right, predicted, known = self.sums.reshape(3, -1).tolist()
         total = sum(known)
         by_class = [
-            2 * a / (b + c) if b + c else None for a, b, c in zip(right, found, known, strict=True)
+            2 * a / (b + c) if b + c else None
+            for a, b, c in zip(right, predicted, known, strict=True)
         ]
         constant = [2 * c / (total + c) if c else None for c in known]
         present = sum(c > 0 for c in known)
@@ -179,7 +180,7 @@ class Dice(Metric):
             "accuracy": _ratio(sum(right), total),
             "majority": _ratio(max(known), total),
             "dice": _mean(by_class),
-            "dice_constant": _ratio(max(each or 0.0 for each in constant), present),
+            "dice_constant": _ratio(max(share or 0.0 for share in constant), present),
             "dice_by_class": by_class,
             "dice_constant_by_class": constant,
         }
@@ -258,9 +259,9 @@ def compute(metrics: Sequence[Metric]) -> Values:
 
 def _classes(scores: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
     """Return the predicted and the true classes of all labelled elements, as flat tensors."""
-    found = scores[:, :num_classes].argmax(1)
+    predicted = scores[:, :num_classes].argmax(1)
     is_known = (labels >= 0) & (labels < num_classes)
-    return found[is_known], labels[is_known].long()
+    return predicted[is_known], labels[is_known].long()
 
 
 def _mean(values: Sequence[float | None]) -> float:

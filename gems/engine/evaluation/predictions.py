@@ -91,9 +91,9 @@ class PredictionRows(Metric):
 
     def update(self, outputs: Outputs, labels: Tensor) -> None:
         """Keep the predictions of some samples, or write their maps."""
-        found = self._scores(outputs).detach()
+        scores = self._scores(outputs).detach()
         if self._task == "segmentation":
-            for number, one in zip(labels.tolist(), found, strict=True):
+            for number, one in zip(labels.tolist(), scores, strict=True):
                 classes = one[: self._num_classes].argmax(0).cpu().numpy()
                 write_map(self._folder / self._maps[number], classes, self._num_classes)
                 pixels = np.bincount(classes.ravel(), minlength=self._num_classes)
@@ -101,12 +101,12 @@ class PredictionRows(Metric):
                     torch.from_numpy(np.concatenate([[number], pixels])).double()[None]
                 )
             return
-        found = found.double().reshape(len(labels), -1)
+        scores = scores.double().reshape(len(labels), -1)
         if self._task == "classification":
-            found = found[:, : self._num_classes].softmax(1)
+            scores = scores[:, : self._num_classes].softmax(1)
         elif self._task == "multi_label":
-            found = found.sigmoid()
-        self.by_sample.append(torch.cat([labels.double()[:, None], found], dim=1).cpu())
+            scores = scores.sigmoid()
+        self.by_sample.append(torch.cat([labels.double()[:, None], scores], dim=1).cpu())
 
     def compute(self) -> Values:
         """Return no figure."""
@@ -150,17 +150,17 @@ def write_predictions(
     maps = [f"{MAPS}/{stem}.tif" for stem in stems_of(names)] if task == "segmentation" else []
     predictions = PredictionRows(task, spec.data.num_classes, rank.training.loss.scores, out, maps)
     measure(rank, loader, [predictions])
-    found = {"num_samples": num_samples, "table": str(out / CSV)}
+    summary = {"num_samples": num_samples, "table": str(out / CSV)}
     if task == "segmentation":
-        found["maps"] = str(out / MAPS)
+        summary["maps"] = str(out / MAPS)
     if rank.comm.rank == 0:
         rows = np.concatenate([part.numpy() for part in predictions.by_sample])
         rows = rows[np.argsort(rows[:, 0])]
         write_table(out / CSV, rows, names, maps, request["classes"], task)
         if isinstance(samples, Numbered) and isinstance(samples.samples, SlideDataset):
             write_heat_maps(out / HEAT_MAPS, samples.samples, rows[:, 1:], request["classes"])
-            found["heat_maps"] = str(out / HEAT_MAPS)
-    return found
+            summary["heat_maps"] = str(out / HEAT_MAPS)
+    return summary
 
 
 def write_table(

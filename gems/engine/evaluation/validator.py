@@ -113,7 +113,7 @@ class Validator:
         name = next((name for name in (monitor, PREFIX + monitor) if name in metrics), None)
         if name is None:
             raise ConfigError(
-                "train.monitor", monitor, one_of(each.removeprefix(PREFIX) for each in metrics)
+                "train.monitor", monitor, one_of(metric.removeprefix(PREFIX) for metric in metrics)
             )
         value = metrics[name]
         best = self.best
@@ -150,12 +150,19 @@ class Validator:
 
     def _keep_weights(self, folder: Path) -> str | None:
         """Save the weights; if a rank fails, remove them and return its error; collective."""
-        mine = None
+        local_fault = None
         try:
             self._weights.save(folder)
         except OSError as error:
-            mine = f"rank {self._comm.rank}: {error.strerror}"
-        fault = next((each for each in allgather(self._comm, mine) if each is not None), None)
+            local_fault = f"rank {self._comm.rank}: {error.strerror}"
+        fault = next(
+            (
+                fault_of_rank
+                for fault_of_rank in allgather(self._comm, local_fault)
+                if fault_of_rank is not None
+            ),
+            None,
+        )
         if fault is not None and self._comm.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
         return fault

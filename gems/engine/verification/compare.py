@@ -81,10 +81,10 @@ class Comparison:
         average = self._rank.update.average
         for key in self._rank.stages.modules:
             layers = self._rank.stages.named_layers(key)
-            mine = collect_values(layers)
+            own_values = collect_values(layers)
             if average is not None:
-                mine[0].update(averaged_values(layers, average.by_parameter()))
-            for kind, values in enumerate(mine):
+                own_values[0].update(averaged_values(layers, average.by_parameter()))
+            for kind, values in enumerate(own_values):
                 if kind == 1 and not reference[kind]:
                     continue
                 error, name = relative_error(values, reference[kind], self._floor)
@@ -128,18 +128,18 @@ def compare(plan: RankPlan, comm: Comm, device: torch.device) -> Verification:
     with closing(BatchLoader.open(plan, comm, device)) as loader:
         for step in range(plan.spec.train.steps):
             rank.train.run(step, loader.batch(step))
-            found = None if reference is None else reference.step(step)
-            if found is not None and nudged is not None:
-                comparison.add_rounding(nudged.step(step), found)
+            reference_values = None if reference is None else reference.step(step)
+            if reference_values is not None and nudged is not None:
+                comparison.add_rounding(nudged.step(step), reference_values)
             control.barrier(MEET_SLEEP_S)
-            comparison.add_step(step, _broadcast(comm, found))
+            comparison.add_step(step, _broadcast(comm, reference_values))
     control.barrier(MEET_SLEEP_S)
     result = comparison.result()
     rank.connections.close()
     return result
 
 
-def _broadcast(comm: Comm, found: Sequence[Values] | None) -> list[Values]:
+def _broadcast(comm: Comm, of_steps: Sequence[Values] | None) -> list[Values]:
     """Give all ranks the values of rank 0, in float64.
 
     As arrays, for each tensor is pickled by a `torch.save`.
@@ -148,15 +148,17 @@ def _broadcast(comm: Comm, found: Sequence[Values] | None) -> list[Values]:
         comm,
         (
             None
-            if found is None
-            else [{name: each.double().numpy() for name, each in kind.items()} for kind in found]
+            if of_steps is None
+            else [
+                {name: value.double().numpy() for name, value in kind.items()} for kind in of_steps
+            ]
         ),
     )
-    return [{name: torch.from_numpy(each) for name, each in kind.items()} for kind in arrays]
+    return [{name: torch.from_numpy(value) for name, value in kind.items()} for kind in arrays]
 
 
-def _by_error(found: tuple[float, str]) -> float:
-    return float("inf") if found[0] != found[0] else found[0]
+def _by_error(entry: tuple[float, str]) -> float:
+    return float("inf") if entry[0] != entry[0] else entry[0]
 
 
 def compare_run(folder: RunFolder, comm: Comm, device: torch.device) -> dict[str, Any]:

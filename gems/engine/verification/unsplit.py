@@ -118,13 +118,13 @@ class UnsplitTraining:
             if train.ema_decay is not None:
                 self._average(train.ema_decay)
         self._rates.step()
-        found = collect_values(self._named)
+        values = collect_values(self._named)
         if has_overflowed:
-            found[1].clear()  # gradients that nobody uses
+            values[1].clear()  # gradients that nobody uses
         if train.ema_decay is not None:
             averages = dict(zip(self._parameters, self._averages, strict=True))
-            found[0].update(averaged_values(self._named, averages))
-        return found
+            values[0].update(averaged_values(self._named, averages))
+        return values
 
     def _copies(self, step: int) -> Iterator[list[MicroBatch]]:
         """Yield the micro-batches of each copy of the model."""
@@ -137,12 +137,12 @@ class UnsplitTraining:
         )
         for replica in range(spec.parallel.replicas):
             for direction in range(schedule.num_directions):
-                mine = (
+                own = (
                     micro_batch_slice(replica, m, schedule.num_whole, size)
                     for m, way in directions
                     if way == direction
                 )
-                yield [MicroBatch(each.start // size, *self._read(samples[each])) for each in mine]
+                yield [MicroBatch(span.start // size, *self._read(samples[span])) for span in own]
 
     def _read(self, samples: np.ndarray) -> tuple[Tensor, Tensor]:
         chosen = [(int(index), int(draw)) for index, draw in samples]
@@ -173,7 +173,9 @@ class UnsplitTraining:
         They are summed over a copy first and then over copies: in a deep network another order
         shows at 1e-12 a step later.
         """
-        gradients = iter(self._loss_gradients(step, [each for copy in copies for each in copy]))
+        gradients = iter(
+            self._loss_gradients(step, [micro_batch for copy in copies for micro_batch in copy])
+        )
         mean = [torch.zeros_like(buffer) for buffer in self._statistics]
         total = [torch.zeros_like(parameter) for parameter in self._parameters]
         self._optimizer.zero_grad(set_to_none=True)
@@ -206,13 +208,16 @@ class UnsplitTraining:
         By output and its tensors. The loss is called once, as its class would be. The model, which
         runs without a graph, is left as it was.
         """
-        kept = [buffer.clone() for buffer in self._model.buffers()]
+        saved = [buffer.clone() for buffer in self._model.buffers()]
         devices = [] if self._device.type == "cpu" else [self._device]
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
             outputs = [self._forward(step, batch) for batch in batches]
-            _copy(kept, self._model.buffers())
+            _copy(saved, self._model.buffers())
         leaves = [
-            [each.detach().requires_grad_(each.is_floating_point()) for each in tensors_in(one)]
+            [
+                tensor.detach().requires_grad_(tensor.is_floating_point())
+                for tensor in tensors_in(one)
+            ]
             for one in outputs
         ]
         joined = (torch.cat(same) for same in zip(*leaves, strict=True))
@@ -238,13 +243,13 @@ class UnsplitTraining:
                 or not.
         """
         model = self._plan.spec.model
-        kept = [buffer.clone() for buffer in self._model.buffers()]
+        saved = [buffer.clone() for buffer in self._model.buffers()]
         outputs = []
         with torch.no_grad(), torch.random.fork_rng():
             for seed in (1, 2):
                 torch.manual_seed(seed)
                 outputs.append(list(tensors_in(self._forward(0, batch))))
-                _copy(kept, self._model.buffers())
+                _copy(saved, self._model.buffers())
         if not all(torch.equal(one, other) for one, other in zip(*outputs, strict=True)):
             raise ConfigError(
                 "model.target",
