@@ -53,7 +53,7 @@ def check_constraints(spec: RunSpec) -> None:
     cost, machine, memory = spec.cost, spec.machine, spec.memory
     parallel, schedule = spec.parallel, spec.schedule
     is_profiled = cost.from_layers or (is_searched(schedule.name) and machine.is_real)
-    _refuse_first(_grid_checks(parallel))
+    _refuse_first(_grid_checks(parallel, len(spec.data.sides)))
     _refuse_first(_size_checks(parallel, schedule))
     _refuse_first(_cap_checks(schedule, memory, is_profiled, bool(cost.activation_bytes)))
     if schedule.name == PLACED:
@@ -144,10 +144,10 @@ def _cap_checks(
     )
 
 
-def _grid_checks(parallel: ParallelConfig) -> Iterator[Check]:
-    """Yield what is wrong with the blocks of an image."""
+def _grid_checks(parallel: ParallelConfig, num_axes: int) -> Iterator[Check]:
+    """Yield the faults of the blocks of samples with so many axes."""
     if isinstance(parallel.strips, list):
-        is_wrong = len(parallel.strips) not in (1, 2, 3) or 0 in parallel.strips
+        is_wrong = not 1 <= len(parallel.strips) <= num_axes or 0 in parallel.strips
         yield (
             is_wrong or parallel.num_strips > MAX_STRIPS,
             "parallel.strips",

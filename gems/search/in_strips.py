@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from gems.config.schema import DataConfig, ModelConfig
 from gems.errors import ConfigError, DoesNotFitError
 from gems.plan.evaluate import evaluate
 from gems.plan.strips_choice import KEY, blocks
@@ -42,18 +43,10 @@ def in_strips(
     spec = planner.spec
     if spec.model.norm == "ghost_batch":  # with other strips it is another model
         return choices
-    side_px = spec.data.sides_px[0]
-    numbers = sorted({side_px // rows for rows in ROWS if side_px // rows > 1})
-    powers = sorted({2 ** round(math.log2(number)) for number in numbers})
-    has_blocks = spec.machine.is_real or spec.cost.from_layers
-    grids = [
-        tuple(grid)
-        for power in powers
-        if has_blocks
-        for grid in blocks(power, spec.data, spec.model)
-    ]
     end = time.perf_counter() + budget_s
-    for candidate in _candidates(best, configurations, (*numbers, *grids)):
+    has_blocks = spec.machine.is_real or spec.cost.from_layers
+    divisions = divisions_of(spec.data, spec.model, has_blocks)
+    for candidate in _candidates(best, configurations, divisions):
         if time.perf_counter() > end:
             break
         for tried in (candidate, replace(candidate, memory="recompute", how="strip")):
@@ -68,6 +61,17 @@ def in_strips(
                     return choices
                 break  # counts that the schedule does not serve
     return choices
+
+
+def divisions_of(
+    data: DataConfig, model: ModelConfig, has_blocks: bool
+) -> list[int | tuple[int, ...]]:
+    """Return the numbers of strips and, if it `has_blocks`, the blocks that a search tries."""
+    side_px = data.sides_px[0]
+    numbers = sorted({side_px // rows for rows in ROWS if side_px // rows > 1})
+    powers = sorted({2 ** round(math.log2(number)) for number in numbers})
+    grids = [tuple(grid) for power in powers if has_blocks for grid in blocks(power, data, model)]
+    return [*numbers, *grids]
 
 
 def _candidates(

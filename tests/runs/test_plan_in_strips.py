@@ -14,7 +14,7 @@ from gems.plan.evaluate import evaluate, simulate
 from gems.search.candidate import Candidate
 from gems.search.evaluate import Planner
 from gems.search.fastest import fastest
-from gems.search.in_strips import _candidates, in_strips
+from gems.search.in_strips import _candidates, divisions_of, in_strips
 
 WORDS = (
     "model=resnet20_v1 model.norm=none model.depth=8 data=synthetic data.height_px=128"
@@ -58,12 +58,18 @@ def test_strips_fit_where_nothing_does(spec: RunSpec) -> None:
 def test_blocks_are_tried_beside_strips(spec: RunSpec) -> None:
     square = replace(spec, data=replace(spec.data, height_px=1024, width_px=1024))
     shape = Candidate(2, 1, "1f1b", 1, 1)
-    tried = [one for one in _candidates([], [shape], square) if one.schedule == "1f1b"]
-    assert [one.strips for one in tried] == [4, 8, 16, (2, 2), (4, 2), (4, 4)]
-    blocks = tried[-1]
-    assert blocks.label == "1f1b, 4 x 4 blocks"
-    assert "parallel.strips=[4,4]" in blocks.overrides()
-    assert Planner(square, None).run_of(blocks).parallel.strips == [4, 4]
+    divisions = divisions_of(square.data, square.model, has_blocks=True)
+    assert divisions == [4, 8, 16, (2, 2), (4, 2), (4, 4)]
+    candidates = [
+        candidate
+        for candidate in _candidates([], [shape], divisions)
+        if candidate.schedule == "1f1b"
+    ]
+    assert [candidate.strips for candidate in candidates] == divisions
+    largest = candidates[-1]
+    assert largest.label == "1f1b, 4 x 4 blocks"
+    assert "parallel.strips=[4,4]" in largest.overrides()
+    assert Planner(square, None).run_of(largest).parallel.strips == [4, 4]
 
 
 def test_a_network_that_needs_whole_images_has_no_strips(spec: RunSpec) -> None:
