@@ -98,7 +98,7 @@ PARTS = (
     _mpi(
         "strips",
         "not_finite or (trains_as_one and (gems_master or 1f1b or capped or zb_h1)"
-        " and not (frozen or standardised or alexnet or vgg))",  # these draw random numbers
+        " and not (frozen or standardised or alexnet or vgg or pooled or gated))",  # they draw
         **GRAPHS,
     ),
     _mpi("placed"),
