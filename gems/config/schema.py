@@ -323,6 +323,8 @@ class ParallelConfig:
         None,
         "layer after which whole maps are computed, in the last strip, so that any layer may follow;"
         " null: all layers run in strips",
+        accepts=lambda name: name.isprintable() and name.split() == [name],
+        form="must be the name of a layer",
     )
     boundaries: list[int] | None = number(
         None,
@@ -336,6 +338,10 @@ class ParallelConfig:
     def grid(self) -> tuple[int, ...]:
         """Parts of an image along each axis from the first on: strips, or blocks along several."""
         return tuple(self.strips) if isinstance(self.strips, list) else (self.strips,)
+
+    def full_grid(self, num_axes: int) -> tuple[int, ...]:
+        """Return the parts of an image along each of its axes, 1 along those that are not cut."""
+        return (*self.grid, *[1] * (num_axes - len(self.grid)))
 
     @property
     def num_strips(self) -> int:
