@@ -221,12 +221,12 @@ class BatchLoader:
     def _parts(self) -> list[Part]:
         """Return the spans of each part of an image along its axes, in raster order."""
         sides = self._spec.data.sides_px
-        grid = (*self._spec.parallel.grid, *[1] * len(sides))
+        grid = self._spec.parallel.full_grid(len(sides))
         return list(
             product(
                 *(
                     pairwise((0, *even_ends(side, number)))
-                    for side, number in zip(sides, grid, strict=False)
+                    for side, number in zip(sides, grid, strict=True)
                 )
             )
         )

@@ -377,17 +377,17 @@ class SummedLoss:
         side_px = _SIDE_PX
         if is_own:
             values = sum(tensor.shape[1] for tensor in tensors_in(self._like)) * _SAMPLES
-            side_px = min(max(_SIDE_PX, math.isqrt(_DIVIDED_VALUES // values)), _DIVIDED_SIDE_PX)
+            fitting_px = int((_DIVIDED_VALUES / values) ** (1 / len(sides)))
+            side_px = min(max(_SIDE_PX, fitting_px), _DIVIDED_SIDE_PX)
         labels, like = self._made_up_labels(self._device, side_px)
-        positions = math.prod(labels.shape[1:])
-        may_be_mean = self.loss.summed is None and self._own_weight is None and not self.is_sum
-        for self._whole_positions in (None, positions) if may_be_mean else (None,):
-            if self._adds_up(labels, like):
-                if self._whole_positions is not None:
-                    self._whole_positions = math.prod(sides)
-                return True
-        self._whole_positions = None
-        return False
+        if self._adds_up(labels, like):
+            return True
+        if self.loss.summed is not None or self._own_weight is not None or self.is_sum:
+            return False
+        self._whole_positions = math.prod(labels.shape[1:])  # it may be a mean over positions
+        is_mean = self._adds_up(labels, like)
+        self._whole_positions = math.prod(sides) if is_mean else None
+        return is_mean
 
     def _adds_up(self, labels: Tensor, like: Outputs) -> bool:
         """Return whether made-up maps and their parts have equal losses, weights and gradients.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any
 
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError
@@ -13,6 +12,7 @@ from gems.memory.model import OPTIMIZERS
 from gems.models import check_image, layers_of, stride_of
 from gems.models.families.resnet import block_of
 from gems.partition.methods import PartitionCase, partition_by
+from gems.utils.units import with_sides
 
 RESOLUTION = "resolution"
 MAX_VALUES = {"depth": 100_000, RESOLUTION: 1 << 20, "micro_batch": 1 << 20}
@@ -109,8 +109,7 @@ class Axis:
                 model = replace(model, block=block_of(model))
             return replace(spec, model=replace(model, depth=value))
         if self.name == RESOLUTION:
-            sides: dict[str, Any] = dict.fromkeys(spec.data.sides, value)
-            return replace(spec, data=replace(spec.data, **sides))
+            return replace(spec, data=with_sides(spec.data, [value] * len(spec.data.sides)))
         return replace(spec, parallel=replace(spec.parallel, micro_batch_size=value))
 
     def search(self, fits: Callable[[int], bool], first: int = 1, tolerance: float = 0.0) -> int:

@@ -185,8 +185,8 @@ def thin_parts(
     if not launch_s or slower < MOST_SLOWER:
         return None
     sides = data.sides_px
-    grid = (*parallel.grid, *[1] * len(sides))
-    part = " x ".join(str(side // parts) for side, parts in zip(sides, grid, strict=False))
+    grid = parallel.full_grid(len(sides))
+    part = " x ".join(str(side // parts) for side, parts in zip(sides, grid, strict=True))
     return (
         f"{KEY}={shown(parallel.strips)}: parts of {part} px take {slower:.1f} times as long as the"
         f" whole image,"

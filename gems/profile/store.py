@@ -32,7 +32,7 @@ from gems.utils.cache import cached, keep_cached, read_cached
 from gems.utils.gpus import may_have_gpu
 from gems.utils.run_module import RUN_MODULE
 from gems.utils.targets import source_of
-from gems.utils.units import SIDES
+from gems.utils.units import SIDES, with_sides
 
 PROFILER = 16  # increase it if profilers give other figures
 DISTRIBUTIONS = ("torch", "numpy")
@@ -178,11 +178,11 @@ def _sides_of_strips(subject: Subject, at_once: int) -> tuple[int, ...]:
     """Return the sides of the strips that a layer takes at once, in whole strides."""
     stride = stride_of(subject.model)
     sides = subject.data.sides_px
-    grid = (*subject.parallel.grid, *[1] * len(sides))
-    taken = (at_once, *[1] * len(sides))
+    first, *inner = subject.parallel.full_grid(len(sides))
+    shares = [(at_once, first), *((1, parts) for parts in inner)]
     return tuple(
-        min(side, max(stride, -(-side * together // number // stride) * stride))
-        for side, number, together in zip(sides, grid, taken, strict=False)
+        min(side, max(stride, -(-side * together // parts // stride) * stride))
+        for side, (together, parts) in zip(sides, shares, strict=True)
     )
 
 
@@ -193,9 +193,8 @@ def _smaller(subject: Subject, profile: ModelProfile, sides: tuple[int, ...]) ->
     """
     if sides == tuple(profile.sides.values()):
         return profile
-    named: dict[str, Any] = dict(zip(subject.data.sides, sides, strict=True))
     try:
-        small = profile_alone(replace(subject, data=replace(subject.data, **named)))
+        small = profile_alone(replace(subject, data=with_sides(subject.data, sides)))
     except ConfigError:
         return profile
     return (

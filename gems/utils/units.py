@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from typing import Any, TypeVar, cast
 
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 UNKNOWN = "-"
+T = TypeVar("T")
 SIDES = ("depth_px", "height_px", "width_px")  # of a sample; an image has no depth
 
 
@@ -74,6 +76,12 @@ def sides_of(sample: object) -> dict[str, int]:
     """Return the sides that a sample has, by name."""
     sides = ((name, getattr(sample, name)) for name in SIDES)
     return {name: side for name, side in sides if side is not None}
+
+
+def with_sides(sample: T, sides_px: Iterable[int]) -> T:
+    """Return a dataclass of samples with other sizes along the same axes."""
+    sides = dict(zip(sides_of(sample), sides_px, strict=True))
+    return cast(T, replace(cast(Any, sample), **sides))
 
 
 def format_size(facts: Mapping[str, object], between: str = "x") -> str:

@@ -137,8 +137,8 @@ def open_dicom(path: Path, data: DataConfig) -> StoredVolume:
         return np.asarray(slice_.pixel_array * np.float32(slope) + np.float32(intercept))
 
     def read(spans: Sequence[slice]) -> Values:
-        made = [plane(file)[spans[1], spans[2]].astype(np.float32) for file in files[spans[0]]]
-        return np.stack(made)[np.newaxis]
+        planes = [plane(file)[spans[1], spans[2]].astype(np.float32) for file in files[spans[0]]]
+        return np.stack(planes)[np.newaxis]
 
     between, along = map(float, first.PixelSpacing)
     axes = turned_axes(_LPS_TO_RAS @ np.stack([normal, down, across], 1), data.orientation)

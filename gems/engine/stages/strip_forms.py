@@ -65,9 +65,9 @@ def find_forms(
     forms: dict[StageKey, StripStage] = {}
     specs: list[tuple[TensorSpec, ...]] = []
     norm_ends: dict[str, tuple[int, ...]] = {}
-    parts = None
     num_stages = len(stages.boundaries) - 1
     layers = [layer.name for layer in stages.layers]
+    form = None
     for stage in range(num_stages):
         names = stages.layer_names(stage)
         until = until_in(names, layers, parallel.strips_until)
@@ -85,9 +85,8 @@ def find_forms(
         passed = BoundaryTensors(form.outputs, strips)
         if stage < num_stages - 1:
             specs += map(passed.specs, range(strips))
-        if stage == num_stages - 1:
-            parts = form.parts_of(data.sides_px)
-    return StripForms(forms, specs, norm_ends, parts)
+    assert form is not None
+    return StripForms(forms, specs, norm_ends, form.parts_of(data.sides_px))
 
 
 def find_evaluation_forms(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -34,6 +33,7 @@ from gems.streaming.errors import StreamingError
 from gems.streaming.ghost_norm import set_row_ends
 from gems.streaming.streamed import infer_streamed, run_streamed
 from gems.streaming.strip_stage import Boundary, StripStage
+from gems.utils.units import with_sides
 
 SIDES_PX = (32, 64, 128, 256, 512)
 BATCH = 2
@@ -80,8 +80,7 @@ def _images(data: DataConfig) -> Iterator[DataConfig]:
     """Yield the data with images of increasing sides, up to its own."""
     seen = set()
     for side in SIDES_PX:
-        sides: dict[str, Any] = {name: min(side, most) for name, most in data.sides.items()}
-        smaller = replace(data, **sides)
+        smaller = with_sides(data, (min(side, most) for most in data.sides_px))
         if smaller.sides_px not in seen:
             seen.add(smaller.sides_px)
             yield smaller
