@@ -22,6 +22,8 @@ from gems.utils.tables import terminal_width, wrapped
 AUTO_CLUSTER = "--auto-cluster"
 HYDRA_DIRECTORY = ("--config-dir", "-cd")
 HELP = ("-h", "--help")
+ALL = "--all"  # beside --help: every key
+COLUMNS = 80  # of help that is not printed on a terminal
 _CFG = ("job", "hydra", "all")
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 # Values of Hydra's options: none (None), one of these, or any word (). Hydra's shell completion is
@@ -143,7 +145,10 @@ def _dispatch(program: str, verbs: Mapping[str, Verb], argv: list[str]) -> int:
     if verb.takes_words and any(word in HELP for word in words):
         print(_help(f"{command} {name}", verb))
         return 0
-    words, hydra_options, options = _parse(words, verb)
+    is_all = ALL in words and any(word in HELP for word in words)
+    words, hydra_options, options = _parse(
+        [word for word in words if not (is_all and word == ALL)], verb
+    )
     if verb.takes_words:
         return verb.load()(words, options) or 0
     from gems.config.cluster_presets import AUTO
@@ -152,7 +157,8 @@ def _dispatch(program: str, verbs: Mapping[str, Verb], argv: list[str]) -> int:
 
     default_cluster = AUTO if AUTO_CLUSTER in options.flags else LOCAL
     if any(word in HELP for word in hydra_options):
-        print(f"{_help(f'{command} {name}', verb)}\n\n{key_help(composed(words))}")
+        keys = key_help(composed(words), _columns(), is_all)
+        print(f"{_help(f'{command} {name}', verb)}\n\n{keys}")
         return 0
     if not hydra_options:
         return verb.act(compose(words, default_cluster), options)
@@ -272,18 +278,22 @@ def command_name(program: str) -> str:
     return program if program == "gems" else f"gems-{program}"
 
 
+def _columns() -> int:
+    return terminal_width() or COLUMNS
+
+
 def _usage(program: str, verbs: Mapping[str, Verb]) -> str:
     width = max(map(len, verbs))
     command = command_name(program)
     takes_keys = not all(verb.takes_words for verb in verbs.values())
     lines = [f"usage: {command} VERB {'[key=value ...]' if takes_keys else 'WORD ...'} [--json]"]
     lines += [f"       {command} --version | --completion {'|'.join(SHELLS)}", ""]
-    columns = terminal_width()
+    columns = _columns()
     lines += [wrapped(verb.help, f"  {name:<{width}}  ", columns) for name, verb in verbs.items()]
     if takes_keys:
         hint = (
-            f"`{command} VERB --help` lists every key with its limits; --cfg job prints the"
-            " configuration."
+            f"`{command} VERB --help` explains a verb and the common keys, --help --all every key;"
+            " --cfg job prints the configuration."
         )
         lines += ["", wrapped(hint, "", columns)]
     return "\n".join(lines)
@@ -294,7 +304,7 @@ def _help(command: str, verb: Verb) -> str:
         f"{option} {'|'.join(allowed) or 'VALUE'}" for option, allowed in verb.choices.items()
     ]
     options = " ".join(f"[{option}]" for option in ("--json", *verb.flags, *choices))
-    columns = terminal_width()
+    columns = _columns()
     width = max(map(len, verb.notes), default=0)
     notes = [
         wrapped(note, f"  {option:<{width}}  ", columns) for option, note in verb.notes.items()

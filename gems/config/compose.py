@@ -10,7 +10,6 @@ import json
 import os
 import pickle
 import sys
-import textwrap
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
@@ -49,11 +48,28 @@ from gems.config.overrides import (
 from gems.config.resolve import resolve
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError
+from gems.utils.tables import wrapped
 
 LOCAL = "local"
 MICRO_BATCHES = "parallel.micro_batches"
 COUNTS = (MICRO_BATCHES, "parallel.replications", "parallel.parts")
-WIDTH = 120  # of a line of help
+COMMON = frozenset(  # keys that most runs set: --help shows these
+    f"{section}.{key}" if section else key
+    for section, names in (
+        ("", "name seed runs_dir"),
+        ("model", "name depth target kwargs"),
+        ("data", "name path height_px width_px num_classes"),
+        ("parallel", "gpus partitions replicas micro_batches micro_batch_size strips"),
+        ("schedule", "name"),
+        ("memory", "name"),
+        ("loss", "name"),
+        ("optimizer", "name lr"),
+        ("machine", "name"),
+        ("cluster", "name minutes account"),
+        ("train", "steps epochs precision checkpoint_s"),
+    )
+    for key in names.split()
+)
 # Hydra 1.3 asks for version_base
 warnings.filterwarnings("ignore", message="The version_base parameter is deprecated")
 
@@ -345,31 +361,27 @@ def _to_spec(config: DictConfig) -> RunSpec:
     return spec
 
 
-def key_help(spec: RunSpec) -> str:
-    """Return the groups with their options, and every key with its value in `spec`, what it may hold and its use."""
-    groups = sorted({folder.name for folder in CONF.iterdir() if folder.is_dir()} | set(REGISTERED))
+def key_help(spec: RunSpec, columns: int, is_all: bool = True) -> str:
+    """Return the groups with their options, and keys with their value in `spec`, limits and use.
 
-    def wrapped(text: str, indent: int = 0) -> str:
-        return textwrap.fill(
-            text, WIDTH, initial_indent=" " * indent, subsequent_indent=" " * (indent + 2)
-        )
+    The keys are all, or those that most runs set. Lines are wrapped to `columns`.
+    """
+    groups = sorted({folder.name for folder in CONF.iterdir() if folder.is_dir()} | set(REGISTERED))
+    shown = [key for key in keys(RunSpec) if is_all or key.name in COMMON]
 
     def lines() -> Iterator[str]:
-        yield (
-            "Choose an option of a group: group=option. Set a key: key=value; null derives the"
-            " value."
-        )
+        advice = "Choose an option of a group: group=option. Set a key: key=value; null derives it."
+        yield wrapped(advice, "", columns)
         yield from ("", "== Groups ==")
-        yield from (
-            wrapped(f"{group}: {', '.join(options_of(group))}")
-            for group in groups
-            if options_of(group)
-        )
-        yield from ("", "== Keys ==")
-        for key in keys(RunSpec):
+        for group in groups:
+            if options := options_of(group):
+                yield wrapped(f"{group}: {', '.join(options)}", "", columns, hanging=2)
+        yield from ("", "== Keys ==" if is_all else "== Common keys (--all shows every key) ==")
+        for key in shown:
             value: Any = functools.reduce(getattr, key.name.split("."), spec)
             yield f"{key.name}={json.dumps(value) if isinstance(value, bool | None) else value}"
             allowed = key.rule.allowed(key.entry)
-            yield wrapped(f"{key.rule.help} [{allowed}]" if allowed else key.rule.help, 4)
+            text = f"{key.rule.help} [{allowed}]" if allowed else key.rule.help
+            yield wrapped(text, "    ", columns, hanging=2)
 
     return "\n".join(lines())

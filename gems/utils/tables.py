@@ -71,12 +71,12 @@ def terminal_width() -> int:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
 
 
-def wrapped(text: str, first: str, width: int) -> str:
+def wrapped(text: str, first: str, width: int, hanging: int = 0) -> str:
     """Return a text after `first`, wrapped to lines of `width` characters; 0 means one line.
 
-    Further lines are indented to the end of `first`.
+    Further lines are indented to the end of `first`, and by `hanging` more.
     """
-    indent = " " * len(first)
+    indent = " " * (len(first) + hanging)
     return textwrap.fill(
         text,
         max(width, len(first) + MIN_LAST_CHARS) if width else len(first + text) + 1,

@@ -10,6 +10,8 @@ import pytest
 
 from gems.__main__ import VERBS
 from gems.cli.framework import Options
+from gems.config.compose import COMMON
+from gems.config.fields import keys
 from gems.config.schema import RunSpec
 from tests.helpers.commands import MINE, SEEN, Gems, check_refusal
 
@@ -76,7 +78,7 @@ class TestVerbs:
         assert asked.out == bare.out and (asked.code, bare.code) == (0, 2)
         assert gems("-h") == asked
         for name, verb in VERBS.items():
-            assert name in asked.out and verb.help in asked.out
+            assert name in asked.out and verb.help in " ".join(asked.out.split())
 
     def test_help_of_a_verb_of_words(self, gems: Gems) -> None:
         said = gems("words", "--help", verbs=MINE)
@@ -127,10 +129,21 @@ class TestHydra:
         assert (said.code, said.err, SEEN) == (0, "", [])
         assert re.search("schedule: 1f1b, .*gems_mast, gems_master", said.out)
         assert "\noptimizer.lr=0.05\n    learning rate [above 0]\n" in said.out
+        everything = gems("note", option, "--all", verbs=MINE)
+        for key in keys(RunSpec):
+            assert (f"\n{key.name}=" in said.out) == (key.name in COMMON)
+            assert f"\n{key.name}=" in everything.out
+
+    @pytest.mark.parametrize("verb", VERBS)
+    def test_help_fits_80_columns(self, gems: Gems, verb: str) -> None:
+        for words in ([], ["--all"]):
+            lines = gems(verb, "--help", *words).out.splitlines()
+            assert max(map(len, lines)) <= 80, verb
 
     def test_help_shows_the_verbs_options_and_the_values_of_overrides(self, gems: Gems) -> None:
         said = gems("note", "--help", "model=resnet101", "train.steps=7", verbs=MINE)
-        assert "[--json] [level=lowered] [--dry-run] [--pick red|blue] [--file VALUE]\n" in said.out
+        usage = "[--json] [level=lowered] [--dry-run] [--pick red|blue] [--file VALUE]"
+        assert usage in " ".join(said.out.split())
         assert "\nmodel.depth=101\n" in said.out and "\ntrain.steps=7\n" in said.out
         check_refusal(
             gems("note", "--help", "train.step=7", verbs=MINE), "train.step=7: unknown key"

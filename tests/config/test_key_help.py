@@ -20,7 +20,7 @@ from gems.errors import ConfigError, one_line
 
 KEYS = list(keys(RunSpec))
 NUMBERS = [key for key in KEYS if key.entry in (int, float)]
-SHOWN = key_help(RunSpec()).partition("== Keys ==\n")[2]
+SHOWN = key_help(RunSpec(), 120).partition("== Keys ==\n")[2]
 
 
 def name_of(key: Key) -> str:
