@@ -166,6 +166,11 @@ def slot_bytes(strips: StripProfile, stage: int, is_split: bool) -> int:
     return sum(strip.slot + is_split * strip.made_for_weights for strip in strips.stages[stage])
 
 
+def shared_slot_bytes(strips: StripProfile, stage: int, is_split: bool) -> list[int]:
+    """Return the bytes of a slot that strips under a memory policy share, for each strip."""
+    return [strip.shared_slot + is_split * strip.made_by_backward for strip in strips.stages[stage]]
+
+
 def in_passing(strips: StripProfile, stage: int, is_split: bool) -> int:
     """Return the bytes of the temporary tensors of an image's graphs, which slots do not share."""
     of_stage = strips.stages[stage]

@@ -25,6 +25,7 @@ from gems.memory.strips import (
     Change,
     boundary_sizes,
     in_passing,
+    shared_slot_bytes,
     slot_bytes,
     strip_shares,
     strip_states,
@@ -118,7 +119,7 @@ def rank_timeline(
     between = None if strips is None else BetweenStrips(strips, schedule)
     device = activations = first = host = 0
     if is_captured:
-        slots = _slot_bytes(profile, plan, schedule, rank, strips)
+        slots = _slot_bytes(profile, plan, schedule, rank, strips, has_slots)
         device = activations = max(map(max, slots.values()))
     if has_slots:
         changes = list(_changes(schedule.rank_schedules[rank], states, between))
@@ -155,8 +156,6 @@ def _captures(profile: ModelProfile, plan: MemoryPlan, schedule: Schedule) -> tu
     """Return whether actions run as CUDA graphs, and whether slots hold all activations."""
     is_kept = plan.policy == KEEP and not schedule.has_memory_actions
     is_captured = profile.is_captured and plan.can_be_captured
-    if schedule.num_strips > 1:  # which run eagerly otherwise
-        is_captured = is_captured and is_kept
     return is_captured, is_captured and is_kept
 
 
@@ -201,15 +200,18 @@ def _slot_bytes(
     schedule: Schedule,
     rank: int,
     strips: StripProfile | None,
+    has_slots: bool,
 ) -> dict[StageKey, list[int]]:
     """Return the activation bytes of a slot of each segment of a rank, by direction and stage.
 
-    In strips, a slot has all strips of an image.
+    In strips, a slot has all strips of an image, or under a memory policy one strip.
     """
     keys = schedule.placement.stages_on(rank)
     split = split_stages(schedule, rank)
     if strips is not None:
-        return {key: [slot_bytes(strips, key[1], key in split)] for key in keys}
+        if has_slots:
+            return {key: [slot_bytes(strips, key[1], key in split)] for key in keys}
+        return {key: shared_slot_bytes(strips, key[1], key in split) for key in keys}
     spans = profile_storages(profile).spans
 
     def one(key: StageKey, number: int, span: tuple[int, int]) -> int:

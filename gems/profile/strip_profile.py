@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-SCHEMA = "gems.strips/2"
+SCHEMA = "gems.strips/3"
 WORK_SCHEMA = "gems.strip_work/1"
 # fact of a profile: the share of each layer's work in each strip
 STRIP_SHARES = "strip_shares"
@@ -35,8 +35,11 @@ class StripBytes:
         carried_back: gradients of the carries of this and later strips, until the strips that made
             them have read these gradients in their backward.
         slot: its bytes in a slot of CUDA graphs.
+        shared_slot: the bytes that its graphs need of the slot that strips under a memory policy
+            share, with what was carried to it and what it leaves.
         held_for_weights: bytes kept from its input gradient to its weight gradient.
         made_for_weights: the part of these bytes that forward has neither saved nor received.
+        made_by_backward: the part of those that are no gradients of what the strip gives or leaves.
         forward_peak: the peak of its forward; likewise the three below, beyond the saved bytes.
     """
 
@@ -54,8 +57,10 @@ class StripBytes:
     loss_gradient: int
     carried_back: int
     slot: int
+    shared_slot: int
     held_for_weights: int
     made_for_weights: int
+    made_by_backward: int
     forward_peak: int
     backward_peak: int
     input_gradient_peak: int

@@ -6,7 +6,7 @@ The graph of autograd is cut at what strips keep.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,17 +19,47 @@ from gems.streaming.strip_run import Draws, RunMode
 from gems.streaming.strip_stage import StripStage
 from gems.streaming.trace import Weight
 
+Gradients = Sequence[Tensor | None]
 
-class _Graph(NamedTuple):
-    """The ends of a strip's graph.
 
-    What it gives and keeps, and what it was given and had been kept.
-    """
+class StripGraph(Protocol):
+    """The graph of a strip."""
+
+    @property
+    def has_own_memory(self) -> bool:
+        """Return whether each tensor that the strip keeps is alone in its memory."""
+
+    def backward(self, outputs: Gradients, kept: Gradients) -> tuple[Gradients, Gradients]:
+        """Take the gradients of outputs and of what was kept.
+
+        Returns:
+            Those of the inputs, and those of what was carried to the strip.
+        """
+
+
+StripOutputs = tuple[tuple[Tensor | None, ...], tuple[Tensor, ...], StripGraph]
+
+
+class _EagerGraph(NamedTuple):
+    """The ends of a graph: outputs and what is kept, inputs and what was carried."""
 
     outputs: list[GradientEdge | None]
     kept: list[GradientEdge | None]
     inputs: list[Cut | None]
     carried: list[Cut | None]
+    has_own_memory: bool = False
+
+    def backward(self, outputs: Gradients, kept: Gradients) -> tuple[Gradients, Gradients]:
+        """Run the backward of autograd; see `StripGraph.backward`."""
+        ends = [*zip(self.outputs, outputs, strict=True), *zip(self.kept, kept, strict=True)]
+        pairs = [
+            (edge, gradient) for edge, gradient in ends if edge is not None and gradient is not None
+        ]
+        if pairs:
+            torch.autograd.backward(
+                [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
+            )
+        return _gradients(self.inputs), _gradients(self.carried)
 
 
 class StripSample:
@@ -47,7 +77,7 @@ class StripSample:
         self._has_gradients = has_input_gradients
         # by the strip that takes them, in the order in which it does
         self._carries: dict[int, list[Tensor]] = {}
-        self._graphs: list[_Graph | None] = []
+        self._graphs: list[StripGraph | None] = []
         # buffers that the first strip changes, with their values before
         self._buffers: dict[Weight, Tensor] = {}
         # gradients of what a strip has kept, by the strip and the place there
@@ -88,14 +118,14 @@ class StripSample:
         if is_run_again and not strip:
             self._buffers = self._stage.changed_buffers()
         carried = self.carried
-        outputs, carries, graph = self._run(strip, inputs, carried, deferred, is_again=False)
+        outputs, carries, graph = self.run(strip, inputs, carried, deferred, is_again=False)
         self._carries.pop(strip, None)
         self._graphs.append(None if is_run_again else graph)
         passed_on = set[int]()
         for carry, tensor in zip(self._stage.held(strip), carries, strict=True):
             memory = tensor.untyped_storage()._cdata
             is_own = carry.kind == STATIC or (
-                _is_among(tensor, carried) and memory not in passed_on
+                (graph.has_own_memory or _is_among(tensor, carried)) and memory not in passed_on
             )
             passed_on.add(memory)
             own = tensor.detach() if is_own else tensor.detach().clone()
@@ -113,7 +143,7 @@ class StripSample:
 
         Return what it gives, detached.
         """
-        outputs, _, self._graphs[strip] = self._run(strip, inputs, carried, deferred, is_again=True)
+        outputs, _, self._graphs[strip] = self.run(strip, inputs, carried, deferred, is_again=True)
         return tuple(None if tensor is None else tensor.detach() for tensor in outputs)
 
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -126,28 +156,20 @@ class StripSample:
         graph = self._graphs.pop()
         assert graph is not None
         strip = len(self._graphs)
-        carry_grads = [self._given.pop((strip, place), None) for place in range(len(graph.kept))]
-        ends = [
-            *zip(graph.outputs, gradients, strict=True),
-            *zip(graph.kept, carry_grads, strict=True),
+        carry_grads = [
+            self._given.pop((strip, place), None) for place in range(len(self._stage.held(strip)))
         ]
-        pairs = [
-            (edge, gradient) for edge, gradient in ends if edge is not None and gradient is not None
-        ]
-        if pairs:
-            torch.autograd.backward(
-                [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
-            )
+        input_grads, carried_grads = graph.backward(gradients, carry_grads)
         received = {tensor.untyped_storage()._cdata for tensor in gradients if tensor is not None}
-        for key, cut in zip(self._stage.given(strip), graph.carried, strict=True):
-            gradient = None if cut is None else _apart(cut.gradient, received)
+        for key, carried_grad in zip(self._stage.given(strip), carried_grads, strict=True):
+            gradient = _apart(carried_grad, received)
             # one that waits is not to hold more memory than its own
             if gradient is not None and key[0] < strip - 1:
                 gradient = gradient.clone()
             self._given[key] = gradient
-        return tuple(None if cut is None else cut.gradient for cut in graph.inputs)
+        return tuple(input_grads)
 
-    def _run(
+    def run(
         self,
         strip: int,
         inputs: Sequence[Tensor | None],
@@ -155,7 +177,8 @@ class StripSample:
         deferred: DeferredGradients | None,
         *,
         is_again: bool,
-    ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...], _Graph]:
+    ) -> StripOutputs:
+        """Run a strip; return what it gives, what it keeps, and its graph."""
         is_cut = [
             self._has_gradients and tensor is not None and tensor.is_floating_point()
             for tensor in inputs
@@ -171,7 +194,7 @@ class StripSample:
         return (
             outputs,
             carries,
-            _Graph([*map(_edge, outputs)], [*map(_edge, carries)], here, before),
+            _EagerGraph([*map(_edge, outputs)], [*map(_edge, carries)], here, before),
         )
 
 
@@ -180,6 +203,10 @@ def _begun(cuts: Iterable[Cut | None], tensors: Sequence[Any]) -> list[Any]:
         tensor if cut is None or tensor is None else begin(cut, tensor)
         for cut, tensor in zip(cuts, tensors, strict=True)
     ]
+
+
+def _gradients(cuts: Sequence[Cut | None]) -> Gradients:
+    return [None if cut is None else cut.gradient for cut in cuts]
 
 
 def _is_among(tensor: Tensor, others: Sequence[Tensor]) -> bool:

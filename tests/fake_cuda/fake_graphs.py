@@ -312,6 +312,31 @@ def test_a_training_under_a_memory_policy_has_the_bits_of_an_eager_one(policy, s
     assert not caplog.records
 
 
+POLICIES_OF_STRIPS = {
+    "recompute": MemoryConfig("recompute"),
+    "recompute with offloaded inputs": MemoryConfig("recompute", offload_inputs=True),
+    "vdnn_all": MemoryConfig("vdnn_all", asynchronous=True, min_offload_bytes=0),
+}
+STRIPS_UNDER_POLICIES = [
+    ("recompute", "1f1b", 4, "ghost_batch"),
+    ("recompute", "zb_h1", [2, 2], "none"),
+    ("recompute with offloaded inputs", "gems_master", 2, "frozen_batch"),
+    ("vdnn_all", "1f1b", 4, "ghost_batch"),
+    ("vdnn_all", "zb_h1", 2, "frozen_batch"),
+]
+
+
+@pytest.mark.parametrize(("policy", "schedule", "strips", "norm"), STRIPS_UNDER_POLICIES)
+def test_strips_under_a_memory_policy_have_the_bits_of_eager_ones(
+    policy, schedule, strips, norm, caplog
+):
+    more = {"memory": POLICIES_OF_STRIPS[policy], "parallel__strips": strips, "model__norm": norm}
+    eager = trained(schedule, False, **more)
+    assert same(trained(schedule, True, **more), eager)
+    assert launches() > 0
+    assert not caplog.records
+
+
 def test_selective_recomputation_runs_eagerly_and_is_named_once(caplog):
     trained("1f1b", True, memory=MemoryConfig("recompute", recompute="selective"))
     assert launches() == 0
@@ -324,6 +349,11 @@ WATCHED = {
     "keep": {},
     "recompute": {"memory": POLICIES["recompute"]},
     "strips": {"parallel__strips": 2, "model__norm": "frozen_batch"},
+    "strips that run again": {
+        "parallel__strips": 2,
+        "model__norm": "frozen_batch",
+        "memory": POLICIES["recompute"],
+    },
 }
 
 

@@ -104,3 +104,14 @@ def test_bytes_of_graphs_of_strips(case: str, schedule: str) -> None:
         spec_of(model, schedule, parallel__strips=strips, **more)
     )
     assert set(predicted) == {counted}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "gems_master"])
+@pytest.mark.parametrize("policy", ["recompute", "recompute with offloaded inputs", "vdnn_all"])
+@pytest.mark.parametrize("case", STRIPS)
+def test_bytes_of_graphs_of_strips_under_policies(case: str, policy: str, schedule: str) -> None:
+    model, strips = STRIPS[case]
+    counted, predicted = counted_and_predicted(
+        spec_of(model, schedule, parallel__strips=strips, memory=POLICIES[policy])
+    )
+    assert set(predicted) == {counted}

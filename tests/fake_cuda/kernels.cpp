@@ -169,7 +169,7 @@ class Call {
       change_tensors(host[place], [&](const Tensor& tensor) {
         if (!tensor.defined()) return tensor;
         if (!tensor.is_cuda()) return is_later ? copied(tensor) : tensor;
-        Tensor view = writes && tensor.numel() == 0 ? at::empty({0}, tensor.options().device(at::kCPU)) : on_host(tensor);
+        Tensor view = writes && tensor.numel() == 0 ? at::empty(tensor.sizes(), tensor.options().device(at::kCPU)) : on_host(tensor);
         pairs_.push_back({tensor, view, writes});
         return view;
       });

@@ -57,7 +57,7 @@ def count_step(
     from gems.engine.rank import Rank
     from gems.engine.transport.mpi import allgather, broadcast
     from gems.plan.evaluate import evaluate
-    from gems.schedule.action import Kind
+    from gems.schedule.action import COMPUTE_KINDS
     from tests.fake_cuda.load import native
     from tests.helpers.device import DEVICE
     from tests.helpers.toys import make_spec
@@ -97,7 +97,7 @@ def count_step(
         }
     )
     actions = chain.from_iterable(plan.schedule.rank_schedules)
-    num_actions = sum(action.kind in (Kind.F, Kind.B, Kind.I, Kind.W) for action in actions)
+    num_actions = sum(action.kind in COMPUTE_KINDS for action in actions)
     return StepCounts(allgather(world, waits), sum(allgather(world, work), Counter()), num_actions)
 
 

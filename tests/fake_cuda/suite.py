@@ -97,7 +97,8 @@ PARTS = (
     _mpi("strips", "mixed_precision_computes and (resnet or unet)"),
     _mpi(
         "strips",
-        "not_finite or (trains_as_one and (gems_master or 1f1b or capped or zb_h1)"
+        "not_finite or ((trains_as_one and (gems_master or 1f1b or capped or zb_h1)"
+        " or recomputed_and_leave)"
         " and not (frozen or standardised or alexnet or vgg or pooled or gated))",  # they draw
         **GRAPHS,
     ),

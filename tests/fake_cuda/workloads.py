@@ -97,6 +97,12 @@ def graphs_of_strips() -> Numbers:
     return _counted("1f1b", parallel__strips=2, model__norm="ghost_batch")
 
 
+def graphs_of_stored_strips() -> Numbers:
+    """Train with graphs of strips that leave for host memory, and whose weight gradients wait."""
+    memory = MemoryConfig("vdnn_all", asynchronous=True, min_offload_bytes=0)
+    return _counted("zb_h1", memory=memory, parallel__strips=2, model__norm="none")
+
+
 def _counted(schedule: str, **changes: object) -> Numbers:
     before = native().counts().get("graph launches", 0)
     computing = torch.cuda.current_stream()
@@ -293,5 +299,6 @@ WORKLOADS: dict[str, Callable[[], Numbers]] = {
         graphs,
         spilled_graphs,
         graphs_of_strips,
+        graphs_of_stored_strips,
     )
 }

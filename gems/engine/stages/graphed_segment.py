@@ -7,7 +7,7 @@ saves is moved to the store, where memory policies find it, and is moved back fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -70,13 +70,81 @@ class SharedSlot:
         self._holder = self._spill = None
 
 
-@dataclass(slots=True)
-class _Kept:
+@dataclass(eq=False, slots=True)
+class SpilledReplay:
     """What a replayed forward leaves: the graphs, and the slot's tensors with their saved form."""
 
     graphs: LayerGraphs
-    saved: list[tuple[Tensor, Saved]]
+    slot: SharedSlot
+    store: ActivationStore
+    saved: list[tuple[Tensor, Saved]] = field(default_factory=list)
     loss: LossPass | None = None
+
+    def keep(self, inputs: Sequence[Tensor], outputs: Any, save: Callable[..., Saved]) -> None:
+        """Put what the forward left in the slot into the store by `save`.
+
+        New storages are copied there when another takes the slot; not those of the first outputs,
+        which are there already.
+        """
+        graphs = self.graphs
+        tensors = {
+            address_of(static): (static, live)
+            for static, live in zip(tensors_in(graphs.outputs), tensors_in(outputs), strict=False)
+            if static.nbytes == static.untyped_storage().nbytes()
+        }
+        tensors |= {
+            address_of(static): (static, live)
+            for static, live, is_same in zip(
+                graphs.inputs, inputs, graphs.is_unchanged, strict=True
+            )
+            if is_same
+        }
+        spilled: list[Pair] = []
+        for address in graphs.saved:
+            if address not in tensors:
+                static = graphs.memory[address]
+                tensors[address] = static, torch.empty_like(static)
+                spilled.append(tensors[address])
+            static, live = tensors[address]
+            self.saved.append((static, save(live.detach(), address in graphs.movable)))
+        if graphs.source.is_split:  # W needs them too
+            _spill(spilled)
+            spilled = []
+        self.slot.hold(self, partial(_spill, spilled))
+
+    def backward(self, gradients: Gradients, deferred: DeferredGradients | None) -> Gradients:
+        """Replay B or I, after what it reads is in the slot; I leaves the rest to `deferred`."""
+        loaded = [(static, self.store.load(saved)) for static, saved in self.saved]
+        if not self.slot.take(self):
+            _fill(loaded)
+        input_grads = self.graphs.backward(gradients)
+        if isinstance(deferred, ReplayedWeights):
+            pairs = self._read_by_weights(loaded, gradients)
+            deferred.keep(pairs, partial(self._replay_weights, pairs))
+        return input_grads
+
+    def _read_by_weights(self, loaded: Sequence[Pair], gradients: Gradients) -> list[Pair]:
+        graphs = self.graphs
+        received = zip(graphs.output_gradients, gradients, strict=True)
+        pairs = [
+            *loaded,
+            *(
+                (static, live)
+                for static, live in received
+                if static is not None and live is not None
+            ),
+        ]
+        known = {address_of(static): (static, live) for static, live in pairs}
+        for address in graphs.read_by_weights:
+            if address not in known:
+                static = graphs.memory[address]
+                known[address] = static, static.clone()
+        return [known[address] for address in graphs.read_by_weights]
+
+    def _replay_weights(self, pairs: Sequence[Pair]) -> None:
+        self.slot.take()
+        _fill(pairs)
+        self.graphs.backward_weight()
 
 
 class _PendingReplay(NamedTuple):
@@ -86,12 +154,13 @@ class _PendingReplay(NamedTuple):
     inputs: tuple[SavedTensor, ...]
 
 
-class _ReplayedWeights(DeferredGradients):
+class ReplayedWeights(DeferredGradients):
     """Weight gradients that a replay computes, after what it reads is back in the slot."""
 
     def __init__(self) -> None:
         super().__init__()
         self._pairs: list[Pair] = []
+        self._replay: Callable[[], None] | None = None
 
     def keep(self, pairs: list[Pair], replay: Callable[[], None]) -> None:
         """Keep tensors until `run` calls `replay`."""
@@ -100,12 +169,15 @@ class _ReplayedWeights(DeferredGradients):
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield all tensors that are kept."""
-        return (live for _, live in self._pairs)
+        yield from super().tensors()
+        yield from (live for _, live in self._pairs)
 
     def run(self, poll: Callable[[], None]) -> None:
-        """Add the gradients."""
-        self._replay()
-        poll()
+        """Add the gradients, those of an eager backward if there was no replay."""
+        super().run(poll)
+        if self._replay is not None:
+            self._replay()
+            poll()
 
 
 class GraphedSegment(StoredSegment):
@@ -202,40 +274,14 @@ class GraphedSegment(StoredSegment):
         outputs: Any,
         loss: Loss | None,
     ) -> Tensor | None:
-        """Put what a forward left in the slot into the store, and return the loss.
-
-        New storages are copied there when another takes the slot.
-        """
-        tensors = {
-            address_of(static): (static, live)
-            for static, live in zip(tensors_in(graphs.outputs), tensors_in(outputs), strict=True)
-            if static.nbytes == static.untyped_storage().nbytes()
-        }
-        tensors |= {
-            address_of(static): (static, live)
-            for static, live, is_same in zip(
-                graphs.inputs, inputs, graphs.is_unchanged, strict=True
-            )
-            if is_same
-        }
-        spilled: list[Pair] = []
-        record = _Kept(graphs, [])
+        """Put what a forward left in the slot into the store, and return the loss."""
+        record = SpilledReplay(graphs, self._slot, self._store)
         with self._store.saved_tensor_hooks(self._key(index), self._number) as save:
-            for address in graphs.saved:
-                if address not in tensors:
-                    static = graphs.memory[address]
-                    tensors[address] = static, torch.empty_like(static)
-                    spilled.append(tensors[address])
-                static, live = tensors[address]
-                record.saved.append((static, save(live.detach(), address in graphs.movable)))
+            record.keep(inputs, outputs, save)
             if loss is not None:
                 record.loss = LossPass.forward(loss, outputs, graphs.source.flags)
-        if graphs.source.is_split:  # W needs them too
-            _spill(spilled)
-            spilled = []
-        self._slot.hold(record, partial(_spill, spilled))
         self._stash[index] = Stash(
-            record, (), _ReplayedWeights() if graphs.source.is_split else None
+            record, (), ReplayedWeights() if graphs.source.is_split else None
         )
         return None if record.loss is None else record.loss.value
 
@@ -243,45 +289,13 @@ class GraphedSegment(StoredSegment):
         self, index: int, stash: Stash, gradients: Sequence[Tensor]
     ) -> tuple[Gradients, Tensors]:
         record = stash.inputs
-        if not isinstance(record, _Kept):
+        if not isinstance(record, SpilledReplay):
             self._has_run = True
             return super()._backward(index, stash, gradients)
-        graphs = record.graphs
         output_grads: Gradients = (
             gradients if record.loss is None else record.loss.backward(gradients)
         )
-        loaded = [(static, self._store.load(saved)) for static, saved in record.saved]
-        if not self._slot.take(record):
-            _fill(loaded)
-        input_grads = graphs.backward(output_grads)
-        if isinstance(stash.deferred, _ReplayedWeights):
-            pairs = self._read_by_weights(graphs, loaded, output_grads)
-            stash.deferred.keep(pairs, partial(self._replay_weights, graphs, pairs))
-        return input_grads, self._inputs.pop(index, ())
-
-    def _read_by_weights(
-        self, graphs: LayerGraphs, loaded: Sequence[Pair], gradients: Gradients
-    ) -> list[Pair]:
-        received = zip(graphs.output_gradients, gradients, strict=True)
-        pairs = [
-            *loaded,
-            *(
-                (static, live)
-                for static, live in received
-                if static is not None and live is not None
-            ),
-        ]
-        known = {address_of(static): (static, live) for static, live in pairs}
-        for address in graphs.read_by_weights:
-            if address not in known:
-                static = graphs.memory[address]
-                known[address] = static, static.clone()
-        return [known[address] for address in graphs.read_by_weights]
-
-    def _replay_weights(self, graphs: LayerGraphs, pairs: Sequence[Pair]) -> None:
-        self._slot.take()
-        _fill(pairs)
-        graphs.backward_weight()
+        return record.backward(output_grads, stash.deferred), self._inputs.pop(index, ())
 
 
 def _spill(pairs: Sequence[Pair]) -> None:

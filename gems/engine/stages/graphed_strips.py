@@ -19,6 +19,7 @@ from gems.engine.stage import Loss, Tensors
 from gems.engine.stages.graphed import Captures, GraphedStage, Layouts, Replays
 from gems.engine.stages.layer_graphs import (
     Gradients,
+    apart,
     capturing,
     compare,
     copies,
@@ -181,7 +182,7 @@ class _Slot:
             ]
             received = [gradient for gradient in own.output_gradients if gradient is not None]
             input_grads = layers.backward(own.output_gradients)
-            own.input_gradients = _apart(input_grads, storage_addresses(received))
+            own.input_gradients = apart(input_grads, storage_addresses(received))
         meter.held.clear()
         around = storage_sizes([*received, *own.input_gradients])
         known = storage_addresses([*own.inputs, *tensors_in(own.outputs)]) | meter.known
@@ -298,17 +299,6 @@ class GraphedStrips(GraphedStage):
 def _made_up(like: Tensor, device: torch.device) -> Tensor:
     tensor = torch.zeros_like(like, device=device)
     return tensor.copy_(ramp(tensor)) if tensor.is_floating_point() else tensor
-
-
-def _apart(tensors: Sequence[Tensor], known: set[int]) -> Tensors:
-    """Return tensors, copied where their memory is known, or not theirs alone."""
-    copies = []
-    for tensor in tensors:
-        memory = tensor.untyped_storage()
-        is_own = memory.nbytes() == tensor.nbytes and memory.data_ptr() not in known
-        copies.append(tensor if is_own else tensor.clone())
-        known.add(memory.data_ptr())
-    return tuple(copies)
 
 
 def _put(statics: Gradients, tensors: Gradients) -> None:

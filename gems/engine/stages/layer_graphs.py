@@ -190,21 +190,26 @@ class LayerGraphs:
 
     def forward(self, inputs: Sequence[Tensor]) -> Any:
         """Replay F, and return copies of its outputs; an input that is passed on is no copy."""
-        for static, tensor in zip(self.inputs, inputs, strict=True):
-            static.data.copy_(tensor)
+        fill(self.inputs, inputs)
         for mixed in self._mixed:
             mixed.refresh()
         self._replay(Kind.F)
         inputs_by_place = {
             address_of(static): tensor
             for static, tensor, is_same in zip(self.inputs, inputs, self.is_unchanged, strict=False)
-            if is_same and static.stride() == tensor.stride()
+            if is_same and static.stride() == tensor.stride() and tensor.numel()
         }
+        passed_on = {
+            id(tensor): inputs_by_place[address_of(tensor)]
+            for tensor in tensors_in(self.outputs)
+            if address_of(tensor) in inputs_by_place
+        }
+        new = iter(_cloned([t for t in tensors_in(self.outputs) if id(t) not in passed_on]))
 
         def copy(tensor: Tensor) -> Tensor:
-            original = inputs_by_place.get(address_of(tensor))
-            if original is None:
-                return tensor.clone()
+            if id(tensor) not in passed_on:
+                return next(new)
+            original = passed_on[id(tensor)]
             offset = original.storage_offset() + tensor.storage_offset()
             return original.detach().as_strided(tensor.size(), tensor.stride(), offset)
 
@@ -212,13 +217,17 @@ class LayerGraphs:
 
     def backward(self, gradients: Gradients) -> Gradients:
         """Replay B or I, and return copies of the gradients of the inputs."""
-        for static, gradient in zip(self.output_gradients, gradients, strict=True):
-            if static is not None:
-                static.zero_() if gradient is None else static.copy_(gradient)
+        pairs = zip(self.output_gradients, gradients, strict=True)
+        received = []
+        for static, gradient in pairs:
+            if static is not None and gradient is None:
+                static.zero_()
+            elif static is not None and gradient is not None:
+                received.append((static, gradient))
+        fill([static for static, _ in received], [gradient for _, gradient in received])
         self._replay(self._backward_kind)
-        return tuple(
-            None if gradient is None else gradient.clone() for gradient in self.input_gradients
-        )
+        new = iter(_cloned([tensor for tensor in self.input_gradients if tensor is not None]))
+        return tuple(None if gradient is None else next(new) for gradient in self.input_gradients)
 
     def backward_weight(self) -> None:
         """Replay W."""
@@ -262,7 +271,8 @@ class LayerGraphs:
         for_weights: list[Tensor] = []  # held, so that I writes nothing to their addresses
 
         def save(tensor: Tensor) -> Tensor:
-            if not tensor._is_zerotensor() and address_of(tensor) not in known:
+            is_own = tensor.numel() and not tensor._is_zerotensor()
+            if is_own and address_of(tensor) not in known:
                 self.saved |= storage_sizes([tensor])
                 if source.may_leave():
                     self.movable.add(address_of(tensor))
@@ -278,10 +288,11 @@ class LayerGraphs:
             self.inputs = tuple(torch.empty_like(tensor) for tensor in sample)
             self.outputs = source.forward(self.inputs)
         held_bytes = self.saved | storage_sizes([*self.inputs, *tensors_in(self.outputs)])
-        self.num_bytes = sum(held_bytes.values())
+        self.num_bytes = sum(held_bytes[where] for where in held_bytes.keys() - known)
         flags = floating_flags(source.flags, self.outputs)
         self.output_gradients = [None] * len(flags)
-        if not any(flags):
+        has_zeros = source.is_complete and any(source.wanted)
+        if not any(flags) and not has_zeros:
             return
         kind = self._backward_kind
         with capturing(stage, pool, kind) as self._graphs[kind]:
@@ -294,7 +305,7 @@ class LayerGraphs:
         input_grads = [gradient for gradient in self.input_gradients if gradient is not None]
         around = storage_sizes([*received, *input_grads])
         self.num_bytes += sum(around.values())
-        if source.deferred is not None:
+        if source.deferred is not None and any(flags):
             deferred_bytes = storage_sizes(source.deferred.tensors())
             self.read_by_weights = {
                 where: deferred_bytes[where] for where in deferred_bytes.keys() - known
@@ -406,6 +417,35 @@ def _unowned(tensor: Tensor) -> Tensor:
 def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return copies of tensors."""
     return [tensor.detach().clone() for tensor in tensors]
+
+
+def apart(tensors: Sequence[Tensor], known: set[int]) -> Tensors:
+    """Return tensors, copied if their memory is known, or not theirs alone."""
+    own = []
+    for tensor in tensors:
+        memory = tensor.untyped_storage()
+        is_own = memory.nbytes() == tensor.nbytes and memory.data_ptr() not in known
+        own.append(tensor if is_own else tensor.clone())
+        known.add(memory.data_ptr())
+    return tuple(own)
+
+
+def fill(statics: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copy tensors to where graphs read them."""
+    # by `data`, for graphs of autograd know neither
+    if len(statics) == 1:
+        statics[0].data.copy_(tensors[0].detach())
+    else:
+        copy_all([static.data for static in statics], [tensor.detach() for tensor in tensors])
+
+
+def _cloned(statics: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of tensors, made by few kernels."""
+    if len(statics) == 1:
+        return [statics[0].clone()]
+    new = list(map(torch.empty_like, statics))
+    copy_all(new, list(statics))
+    return new
 
 
 def restore(tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> None:

@@ -19,6 +19,7 @@ from gems.engine.offload.host_pool import HostPool, PinnedMemory
 from gems.engine.stage import SegmentKey, Stage, StageKey
 from gems.engine.stages.graphed import Captures, GraphedStage
 from gems.engine.stages.graphed_segment import GraphedSegment, SharedSlot
+from gems.engine.stages.graphed_stored_strips import GraphedStoredStrips
 from gems.engine.stages.graphed_strips import GraphedStrips
 from gems.engine.stages.stored import StoredSegment
 from gems.engine.stages.stored_strips import StoredStrips
@@ -126,12 +127,12 @@ def open_stages(
     whole: dict[StageKey, Stage] = {}
     by_key: dict[SegmentKey, Stage] = {}
     for key, layers in modules.items():
-        stage = whole[key] = _open_stage(key, layers, options, poll, store)
+        stage = whole[key] = _open_stage(key, layers, options, poll, store, slot)
         name = schedule.first_segment(key[1])
         segments: Iterable[tuple[int | None, Stage]] = [(name, stage)]
         if store is not None and not options.forms:
             segments = _cut(stage, key, options, store, slot)
-        elif captures:
+        elif captures and store is None:
             segments = [(name, _graphed(stage, key, options))]
         for name, segment in segments:
             by_key[*key, name] = wrap_stage(segment, (*key, name), options.wrappers)
@@ -163,6 +164,7 @@ def _open_stage(
     options: StageOptions,
     poll: Callable[[], None],
     store: ActivationStore | None,
+    slot: SharedSlot | None,
 ) -> WholeStage:
     """Open a stage in one piece; in strips, its saved tensors are in the store."""
     is_first = key[1] == 0
@@ -177,23 +179,32 @@ def _open_stage(
             options.draws[key],
             options.parts if is_last else None,
         )
-        return StreamedStage(in_strips) if store is None else StoredStrips(in_strips, key, store)
+        if store is None:
+            return StreamedStage(in_strips)
+        if slot is None:
+            return StoredStrips(in_strips, key, store)
+        graphed = GraphedStoredStrips(in_strips, key, store)
+        graphed.use(slot, _captures_of_strips(key, options))
+        return graphed
     if options.compiles:
         return CompiledStage(layers, is_first, poll, options.is_drawing)
     return WholeStage(layers, is_first, poll)
 
 
 def _graphed(stage: WholeStage, key: StageKey, options: StageOptions) -> Stage:
-    captures = _captures(key, options)
     is_split = key in split_stages(options.schedule, options.rank)
     if isinstance(stage, StreamedStage):
-        # strips do not call the modules, so those that may draw have not run without drawing
-        return GraphedStrips(stage, replace(captures, is_drawing=_has_draws), is_split)
-    return GraphedStage(stage, captures, is_split)
+        return GraphedStrips(stage, _captures_of_strips(key, options), is_split)
+    return GraphedStage(stage, _captures(key, options), is_split)
 
 
 def _has_draws(layer: nn.Module) -> bool:
     return any(map(draws_numbers, layer.modules()))
+
+
+def _captures_of_strips(key: StageKey, options: StageOptions) -> Captures:
+    # strips do not call the modules, so those that may draw have not run without drawing
+    return replace(_captures(key, options), is_drawing=_has_draws)
 
 
 def _captures(key: StageKey, options: StageOptions) -> Captures:
@@ -208,7 +219,6 @@ def _may_capture(options: StageOptions) -> bool:
     plan = options.plan
     reasons = {
         "the device is no GPU": options.device.type != "cuda",
-        "strips are moved or recomputed": bool(options.forms) and _needs_store(options.schedule),
         "recomputation is selective": plan is not None and not plan.can_be_captured,
     }
     why = [reason for reason, is_so in reasons.items() if is_so]

@@ -61,7 +61,7 @@ class StoredStrips(Stored, StreamedStage):
         key = self._key(index)
         self._store.begin(key, [*rows, *image.sample.static])
         self._store.activations.count_bytes(-image.left_bytes)
-        deferred = DeferredGradients() if is_split else None
+        deferred = self._new_deferred(is_split)
         if is_run_again:
             is_kept = not self.is_first or rows[0] is not inputs[0]
             outputs = self._run_once(index, image, rows, deferred, is_kept)
@@ -106,13 +106,16 @@ class StoredStrips(Stored, StreamedStage):
             ).requires_grad_(has_gradient)
             for tensor, has_gradient in zip(pending.carried, pending.has_gradient, strict=True)
         ]
-        deferred = DeferredGradients() if pending.is_split else None
+        deferred = self._new_deferred(pending.is_split)
         with self._hooks(index):
             outputs = image.sample.run_again(strip, inputs, carried, deferred)
             if image.loss is not None and loss is not None:
                 image.loss.run_again(strip, outputs, loss)
             del outputs
         self._stash[index] = Stash(rows, (), deferred)
+
+    def _new_deferred(self, is_split: bool) -> DeferredGradients | None:
+        return DeferredGradients() if is_split else None
 
     def _hooks(self, index: int) -> AbstractContextManager[Any]:
         return self._store.saved_tensor_hooks(self._key(index), 0)

@@ -96,7 +96,7 @@ class StreamedStage(InStrips):
 
     def __init__(self, layers: StripLayers) -> None:
         super().__init__(layers)
-        self._draws = layers.draws
+        self.draws = layers.draws
         self._images: dict[int, Image] = {}
         self._brought_bytes: dict[int, int] = {}  # by strip, like the one below
         self._kept_bytes: dict[int, int] = {}
@@ -167,8 +167,11 @@ class StreamedStage(InStrips):
         """Return the image of a strip that is about to run, and the number of the strip in it."""
         number, strip = divmod(index, self.form.strips)
         if strip == 0:
-            self._images[number] = Image(StripSample(self.form, self._draws, not self.is_first))
+            self._images[number] = Image(self._new_sample())
         return self._images[number], strip
+
+    def _new_sample(self) -> StripSample:
+        return StripSample(self.form, self.draws, not self.is_first)
 
     def _run_strip(
         self,

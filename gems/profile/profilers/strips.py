@@ -285,6 +285,9 @@ class _Strips:
         )
         has_own_loss = self._loss is not None and self._loss.parts is not None
         sizes = self._boundary_sizes(run, received, is_loss_ahead=self._waits(strip), saved=saved)
+        sizes["shared_slot"] = self._shared_slot(
+            run, received, list(zip(carried, flags, strict=True))
+        )
         sizes["loss_gradient"] = sum(tensor.nbytes for tensor in before)
         needs = [tensor.requires_grad for tensor in run.kept]
         backward_peak, _ = self._backward(run, live)
@@ -346,6 +349,23 @@ class _Strips:
             ),
         }
 
+    def _shared_slot(
+        self, run: _Forward, inputs: Sequence[Tensor], carried: Sequence[tuple[Tensor, bool]]
+    ) -> int:
+        """Return the bytes of a strip's graphs, each tensor that goes in or out among them."""
+        fixed = {storage_of(tensor) for tensor in self._static}
+        ends = [*run.outputs, *run.kept]
+        new = (
+            tensor
+            for tensor in (*inputs, *(tensor for tensor, _ in carried), *ends)
+            if storage_of(tensor) not in run.saved.keys() | fixed
+        )
+        saved = sum(size for name, size in run.saved.items() if name not in fixed)
+        arriving = _float_bytes(tensor for tensor in ends if tensor.requires_grad)
+        leaving = sum(tensor.nbytes for tensor, flag in carried if flag)
+        leaving += 0 if self._is_first else _float_bytes(inputs)
+        return saved + unique_bytes(new) + arriving + leaving
+
     def _split_backward(
         self, forward: Callable[[DeferredGradients], tuple[_Forward, LiveBytes]], unsaved: set[int]
     ) -> dict[str, int]:
@@ -353,18 +373,23 @@ class _Strips:
         deferred = DeferredGradients()
         run, live = forward(deferred)
         by_forward = live.references(run.saved.keys() | {storage_of(tensor) for tensor in run.ends})
-        peak, received = self._backward(run, live)
-        names = unsaved | {storage_of(tensor) for tensor in received}
+        num_received = run.num_received
+        peak, gradients = self._backward(run, live)
+        names = unsaved | {storage_of(tensor) for tensor in gradients[:num_received]}
         tensors = [tensor for tensor in deferred.tensors() if storage_of(tensor) not in names]
         # the memory of what has been freed may have been used again
         names = {name for name, reference in by_forward.items() if reference() is not None}
-        made_here = unique_bytes(tensor for tensor in tensors if storage_of(tensor) not in names)
+        made_here = [tensor for tensor in tensors if storage_of(tensor) not in names]
+        arrived = {storage_of(tensor) for tensor in gradients}
         start = live.restart()
         with live:
             deferred.run(lambda: None)
         return {
             "held_for_weights": unique_bytes(tensors),
-            "made_for_weights": made_here,
+            "made_for_weights": unique_bytes(made_here),
+            "made_by_backward": unique_bytes(
+                tensor for tensor in made_here if storage_of(tensor) not in arrived
+            ),
             "input_gradient_peak": peak,
             "weight_gradient_peak": live.peak_bytes - start,
         }
@@ -471,10 +496,9 @@ class _Strips:
     def _backward(self, run: _Forward, live: LiveBytes) -> tuple[int, list[Tensor]]:
         """Run backward from all ends.
 
-        Return its peak beyond the saved tensors, and the received gradients.
+        Return its peak beyond the saved tensors, and the gradients that arrive, received ones first.
         """
         edges = list(run.edges)
-        num_received = run.num_received
         loss = run.loss
         for tensors in (run.outputs, run.ends, run.left, run.edges):
             tensors.clear()
@@ -490,7 +514,7 @@ class _Strips:
             gradients = [torch.empty(like.shape, dtype=like.dtype) for _, like in edges]
             if edges:
                 torch.autograd.backward([edge for edge, _ in edges], gradients)
-        return live.peak_bytes - start, gradients[:num_received]
+        return live.peak_bytes - start, gradients
 
 
 def _float_bytes(tensors: Iterable[Tensor]) -> int:
