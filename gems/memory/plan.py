@@ -113,12 +113,6 @@ class MemoryPlan:
         """The boundaries of the plan's partition."""
         return (*(stage[0].first for stage in self.stages), self.stages[-1][-1].end)
 
-    @property
-    def can_be_captured(self) -> bool:
-        """Whether segments may run as CUDA graphs, which save all saved tensors or none."""
-        choices = {segment.choice for segments in self.stages for segment in segments}
-        return Choice.SELECTIVE not in choices
-
     def joined(self) -> MemoryPlan:
         """Join neighbouring kept segments: fewer actions with the same memory."""
         stages = []

@@ -272,6 +272,13 @@ class StageStorages:
             0 if is_last else self.layers.profile.layers[end - 1].held_output_grad_bytes
         )
 
+    def unsaved_product_bytes(self, segment: int) -> int:
+        """Return the bytes of products that selective recomputation keeps for nothing else."""
+        if not self.is_selective[segment]:
+            return 0
+        others = {*self.saves[segment], *self.hands[segment]}
+        return self.total(g for g in self.makes[segment] if g.is_product and g not in others)
+
     def total(self, groups: Iterable[Key]) -> int:
         """Return the bytes of groups."""
         return sum(self.num_bytes[group] for group in groups)

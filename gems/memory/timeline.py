@@ -155,8 +155,7 @@ def rank_timeline(
 def _captures(profile: ModelProfile, plan: MemoryPlan, schedule: Schedule) -> tuple[bool, bool]:
     """Return whether actions run as CUDA graphs, and whether slots hold all activations."""
     is_kept = plan.policy == KEEP and not schedule.has_memory_actions
-    is_captured = profile.is_captured and plan.can_be_captured
-    return is_captured, is_captured and is_kept
+    return profile.is_captured, profile.is_captured and is_kept
 
 
 def _grown(
@@ -214,16 +213,16 @@ def _slot_bytes(
         return {key: shared_slot_bytes(strips, key[1], key in split) for key in keys}
     spans = profile_storages(profile).spans
 
-    def one(key: StageKey, number: int, span: tuple[int, int]) -> int:
+    def one(key: StageKey, storages: StageStorages, number: int) -> int:
+        span = storages.spans_of[number]
         table = spans.segment_slot if number else spans.slot
-        return as_bytes(table[span] + (spans.slot_for_weights[span] if key in split else 0))
+        of_weights = spans.slot_for_weights[span] if key in split else 0
+        return as_bytes(table[span] + of_weights) + storages.unsaved_product_bytes(number)
 
+    storages = {key: stage_storages(profile, plan, schedule, key[1]) for key in keys}
     return {
-        key: [
-            one(key, number, span)
-            for number, span in enumerate(stage_storages(profile, plan, schedule, key[1]).spans_of)
-        ]
-        for key in keys
+        key: [one(key, of_stage, number) for number in range(of_stage.num_segments)]
+        for key, of_stage in storages.items()
     }
 
 

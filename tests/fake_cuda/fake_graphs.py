@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from gems.config.schema import MemoryConfig
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.device import use_own_stream
+from gems.engine.offload.saved_tensor_table import SavedTensor
 from gems.engine.rank import Rank
 from gems.engine.stages import graphed_segment
 from gems.engine.stages.graphed import Captures, GraphedStage
@@ -287,6 +288,7 @@ POLICIES = {
     "recompute with offloaded inputs": MemoryConfig("recompute", offload_inputs=True),
     "vdnn_all": MemoryConfig("vdnn_all", asynchronous=True, min_offload_bytes=0),
     "vdnn_conv": MemoryConfig("vdnn_conv", min_offload_bytes=0),
+    "selective": MemoryConfig("recompute", recompute="selective"),
 }
 
 
@@ -300,6 +302,8 @@ UNDER_POLICIES = [
     ("vdnn_all", "1f1b"),
     ("vdnn_all", "zb_h1"),
     ("vdnn_conv", "gems_master"),
+    ("selective", "1f1b"),
+    ("selective", "zb_h1"),
 ]
 
 
@@ -310,6 +314,15 @@ def test_a_training_under_a_memory_policy_has_the_bits_of_an_eager_one(policy, s
     assert same(trained(schedule, True, **more), eager)
     assert launches() > 0
     assert not caplog.records
+
+
+def test_products_that_a_later_layer_changes_are_computed_again(monkeypatch):
+    more = {"memory": POLICIES["selective"]}
+    eager = trained("zb_h1", False, **more)
+    monkeypatch.setattr(SavedTensor, "is_changed", property(lambda self: True))
+    before = launches()
+    assert same(trained("zb_h1", True, **more), eager)
+    assert launches() > before  # of first runs
 
 
 POLICIES_OF_STRIPS = {
@@ -335,14 +348,6 @@ def test_strips_under_a_memory_policy_have_the_bits_of_eager_ones(
     assert same(trained(schedule, True, **more), eager)
     assert launches() > 0
     assert not caplog.records
-
-
-def test_selective_recomputation_runs_eagerly_and_is_named_once(caplog):
-    trained("1f1b", True, memory=MemoryConfig("recompute", recompute="selective"))
-    assert launches() == 0
-    assert [each.getMessage() for each in caplog.records] == [
-        "train.cuda_graphs has no effect: recomputation is selective"
-    ]
 
 
 WATCHED = {

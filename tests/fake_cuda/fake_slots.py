@@ -49,6 +49,7 @@ POLICIES = {
     "recompute with offloaded inputs": MemoryConfig("recompute", offload_inputs=True),
     "vdnn_all": MemoryConfig("vdnn_all", min_offload_bytes=0),
     "vdnn_conv": MemoryConfig("vdnn_conv", min_offload_bytes=0),
+    "selective": MemoryConfig("recompute", recompute="selective"),
 }
 
 

@@ -127,7 +127,6 @@ def test_segments_share_a_slot_of_the_largest_of_a_rank(
             (spans.slot if each.first in cuts else spans.segment_slot)[each.first, each.end]
             for each in mine
         )
-        largest *= choice is not Choice.SELECTIVE  # these run eagerly
         for before, after in zip(eager, captured, strict=True):
             assert after.activation_bytes == before.activation_bytes + largest
             assert after.device_bytes == before.device_bytes + largest

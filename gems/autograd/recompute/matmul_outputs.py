@@ -9,14 +9,24 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gems.autograd.recompute.layer_state import RandomState
 from gems.autograd.torch_internals import TorchDispatchMode, TreeSpec, tree_flatten, tree_unflatten
+
+
+class Random(Protocol):
+    """The state of random generators."""
+
+    def get(self) -> tuple[Tensor, ...]:
+        """Return the state."""
+
+    def set(self, state: tuple[Tensor, ...]) -> None:
+        """Return to a state."""
+
 
 _aten = torch.ops.aten
 MATMULS = frozenset(
@@ -118,7 +128,7 @@ class RecordMatmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     and recomputed.
     """
 
-    def __init__(self, outputs: MatmulOutputs, random: RandomState) -> None:
+    def __init__(self, outputs: MatmulOutputs, random: Random) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._outputs = outputs
         self._random = random
@@ -176,7 +186,7 @@ class ReplayMatmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         RuntimeError: The layers do not make the same calls as the first time.
     """
 
-    def __init__(self, outputs: MatmulOutputs, random: RandomState) -> None:
+    def __init__(self, outputs: MatmulOutputs, random: Random) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._outputs = outputs
         self._random = random

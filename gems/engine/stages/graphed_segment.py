@@ -6,8 +6,8 @@ saves is moved to the store, where memory policies find it, and is moved back fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +15,13 @@ import torch
 from torch import Tensor
 
 from gems.autograd.outputs import as_tuple, tensors_in
+from gems.autograd.recompute.matmul_outputs import (
+    MatmulOutput,
+    MatmulOutputs,
+    RecordMatmuls,
+    ReplayMatmuls,
+)
+from gems.autograd.recompute.recompute import RecomputeContext
 from gems.autograd.split_backward.deferred import DeferredGradients
 from gems.autograd.torch_internals import copy_all
 from gems.engine.offload.activation_store import ActivationStore
@@ -28,11 +35,12 @@ from gems.engine.stages.layer_graphs import (
     Pass,
     address_of,
     copies,
+    floating,
     last_output,
     layouts_of,
     restore,
 )
-from gems.engine.stages.stored import StoredSegment
+from gems.engine.stages.stored import PendingRecompute, StoredSegment
 from gems.engine.stages.whole import Stash
 
 Pair = tuple[Tensor, Tensor]  # of the slot, and the same values elsewhere
@@ -148,10 +156,95 @@ class SpilledReplay:
 
 
 class _PendingReplay(NamedTuple):
-    """What remains of a replayed forward that will be run again."""
+    """What remains of a replayed forward that will be run again, from its inputs and products."""
 
     graphs: LayerGraphs
-    inputs: tuple[SavedTensor, ...]
+    saved: tuple[SavedTensor, ...]
+
+
+class _NoDraws:
+    """The state of random generators from which captured layers do not draw."""
+
+    def get(self) -> tuple[Tensor, ...]:
+        """Return nothing."""
+        return ()
+
+    def set(self, state: tuple[Tensor, ...]) -> None:
+        """Do nothing."""
+
+
+@dataclass(slots=True)
+class _FirstPass(Pass):
+    """A first run of layers that are recomputed except for matrix products.
+
+    Its outputs are those of the layers, and the products that are no outputs.
+
+    Attributes:
+        products: The calls, without the tensors that they gave.
+        places: For each product, its output with the layout in it, or None if it is none.
+    """
+
+    products: Sequence[MatmulOutput] = ()
+    places: Sequence[tuple[int, Any] | None] = ()
+
+    def forward(self, inputs: Sequence[Tensor]) -> Any:
+        """Run the layers, and keep no graph."""
+        kept = MatmulOutputs()
+        with RecordMatmuls(kept, _NoDraws()):
+            # `super()` would look for the class from before slots were added
+            outputs = Pass.forward(self, inputs)
+        tensors = list(tensors_in(outputs))
+        wholes = {
+            address_of(tensor): place
+            for place, tensor in enumerate(tensors)
+            if tensor.nbytes == tensor.untyped_storage().nbytes()
+        }
+        products = list(kept.tensors())
+        self.places = [
+            (wholes[address_of(tensor)], _layout_of(tensor))
+            if address_of(tensor) in wholes
+            else None
+            for tensor in products
+        ]
+        self.products = [
+            replace(entry, outputs=tuple(isinstance(value, Tensor) for value in entry.outputs))
+            for entry in kept
+        ]
+        pairs = zip(products, self.places, strict=True)
+        results = outputs, [tensor for tensor, place in pairs if place is None]
+        self.flags = (False,) * len(list(tensors_in(results)))
+        self._edges = (None,) * len(floating(results))
+        return results
+
+    def whole_products(self, outputs: Any, products: Sequence[Tensor]) -> list[Tensor]:
+        """Return all products of a run from what it returned."""
+        tensors = [tensor.detach() for tensor in tensors_in(outputs)]
+        rest = iter(products)
+        return [
+            next(rest) if place is None else tensors[place[0]].as_strided(*place[1])
+            for place in self.places
+        ]
+
+    def given(self, products: Iterable[Tensor]) -> MatmulOutputs:
+        """Return the calls with the tensors that they give when they run again."""
+        rest = iter(products)
+        entries = MatmulOutputs()
+        for entry in self.products:
+            values = tuple(next(rest) if flag else None for flag in entry.outputs)
+            versions = tuple(value._version for value in values if value is not None)
+            entries.append(replace(entry, outputs=values, versions=versions))
+        return entries
+
+
+@dataclass(slots=True)
+class _SecondPass(Pass):
+    """A run of layers that takes the matrix products of the first among its inputs."""
+
+    num_inputs: int = 0  # of a floating-point type
+
+    def backward(self, gradients: Gradients) -> Gradients:
+        """Return the gradients of the inputs; products have none."""
+        return Pass.backward(self, gradients)[: self.num_inputs]
 
 
 class ReplayedWeights(DeferredGradients):
@@ -191,6 +284,8 @@ class GraphedSegment(StoredSegment):
         self._slot = slot
         self._captures = captures
         self._graphs: dict[Any, LayerGraphs | None] = {}
+        # of recomputation that keeps matrix products, by `source` of the graphs that run again
+        self._first: dict[int, LayerGraphs] = {}
         self._has_run = False
 
     def forward(
@@ -202,7 +297,8 @@ class GraphedSegment(StoredSegment):
         is_run_again: bool = False,
     ) -> Tensors:
         """Run the layers by a replay, and put what they save into the store; see `StoredSegment`."""
-        graphs = self._graphs_for(inputs, is_split)
+        is_selective = is_run_again and self._recomputation.is_selective
+        graphs = self._graphs_for(inputs, is_split, is_selective)
         if graphs is None:
             outputs = super().forward(index, inputs, loss, is_split, is_run_again)
             if not self._captures.is_refused:
@@ -210,10 +306,15 @@ class GraphedSegment(StoredSegment):
             return outputs
         self._begin(index, inputs)
         self._slot.take()
-        outputs = graphs.forward(inputs)
+        products: Sequence[Tensor] = ()
+        if is_selective:
+            outputs, products = self._run_first(graphs, inputs)
+        else:
+            outputs = graphs.forward(inputs)
         if is_run_again:
             key = self._key(index)
-            saved = tuple(self._store.save(key, self._number, tensor) for tensor in inputs)
+            kept = (*inputs, *products)
+            saved = tuple(self._store.save(key, self._number, tensor) for tensor in kept)
             self._pending[index] = _PendingReplay(graphs, saved)
             with torch.no_grad():
                 value = None if loss is None else loss(outputs)
@@ -231,8 +332,13 @@ class GraphedSegment(StoredSegment):
         if not isinstance(pending, _PendingReplay):
             super().recompute(index, loss)
             return
+        eager = self._without_changed_products(pending)
+        if eager is not None:
+            self._pending[index] = eager
+            super().recompute(index, loss)
+            return
         del self._pending[index]
-        inputs = [self._store.load(tensor) for tensor in pending.inputs]
+        inputs = [self._store.load(tensor) for tensor in pending.saved]
         self._slot.take()
         buffers = list(self.modules.buffers())  # norms have counted the first run
         before = copies(buffers)
@@ -245,26 +351,91 @@ class GraphedSegment(StoredSegment):
         super().reset()
         self._slot.empty()
 
-    def _graphs_for(self, inputs: Sequence[Tensor], is_split: bool) -> LayerGraphs | None:
+    def _graphs_for(
+        self, inputs: Sequence[Tensor], is_split: bool, is_selective: bool
+    ) -> LayerGraphs | None:
         if not self._has_run or self._captures.is_refused or self._whole.is_watched:
             return None
         wanted = self._wanted(inputs)
-        layouts = (is_split, wanted, *layouts_of(inputs))
+        layouts = (is_split, is_selective, wanted, *layouts_of(inputs))
         if layouts not in self._graphs:
             self._slot.take()
-            source = Pass(
-                self,
-                partial(last_output, self),
-                wanted,
-                is_complete=self._number == 0,
-                is_split=is_split,
-                may_leave=self._store.may_leave,
-            )
-            graphs = self._graphs[layouts] = self._captures.capture(source, inputs, self._slot.pool)
+            capture = self._capture_both if is_selective else self._capture
+            graphs = self._graphs[layouts] = capture(inputs, wanted, is_split)
             if graphs is not None:
                 graphs.disown()
                 self._slot.grow(graphs.num_bytes)
         return self._graphs[layouts]
+
+    def _capture(
+        self, inputs: Sequence[Tensor], wanted: Sequence[bool], is_split: bool
+    ) -> LayerGraphs | None:
+        source = Pass(
+            self,
+            partial(last_output, self),
+            wanted,
+            is_complete=self._number == 0,
+            is_split=is_split,
+            may_leave=self._store.may_leave,
+        )
+        return self._captures.capture(source, inputs, self._slot.pool)
+
+    def _capture_both(
+        self, inputs: Sequence[Tensor], wanted: Sequence[bool], is_split: bool
+    ) -> LayerGraphs | None:
+        """Capture a first run that keeps matrix products, and the run that takes them."""
+        run = partial(last_output, self)
+        first = _FirstPass(self, run, [False] * len(inputs), is_split=is_split)
+        first_graphs = self._captures.capture(first, inputs, self._slot.pool)
+        if first_graphs is None:
+            return None
+        first_graphs.disown()
+        buffers = list(self.modules.buffers())
+        before = copies(buffers)
+        outputs, products = first_graphs.forward(inputs)
+        restore(buffers, before)
+        products = first.whole_products(outputs, products)
+        num = len(inputs)
+
+        def run_again(values: Tensors) -> Any:
+            with ReplayMatmuls(first.given(values[num:]), _NoDraws()):
+                return run(values[:num])
+
+        source = _SecondPass(
+            self,
+            run_again,
+            [*wanted, *(False for _ in products)],
+            is_complete=self._number == 0,
+            is_split=is_split,
+            may_leave=self._store.may_leave,
+            num_inputs=sum(tensor.is_floating_point() for tensor in inputs),
+        )
+        graphs = self._captures.capture(source, [*inputs, *products], self._slot.pool)
+        self._first[id(source)] = first_graphs
+        return graphs
+
+    def _run_first(
+        self, graphs: LayerGraphs, inputs: Sequence[Tensor]
+    ) -> tuple[Any, Sequence[Tensor]]:
+        """Replay the first run that belongs to `graphs`, and return its outputs and products."""
+        first = self._first[id(graphs.source)]
+        outputs, products = first.forward(inputs)
+        assert isinstance(first.source, _FirstPass)
+        return outputs, first.source.whole_products(outputs, products)
+
+    def _without_changed_products(self, pending: _PendingReplay) -> PendingRecompute | None:
+        """Return how to run eagerly, and all layers, if a later layer has changed a product."""
+        source = pending.graphs.source
+        first = self._first.get(id(source))
+        if first is None:
+            return None
+        assert isinstance(first.source, _FirstPass)
+        num = len(pending.saved) - len(first.source.places)
+        if not any(product.is_changed for product in pending.saved[num:]):
+            return None
+        calls = MatmulOutputs(replace(call, outputs=()) for call in first.source.products)
+        wanted = tuple(source.wanted[:num])
+        return pending.saved[:num], wanted, RecomputeContext(matmuls=calls), source.is_split
 
     def _keep(
         self,
@@ -296,6 +467,10 @@ class GraphedSegment(StoredSegment):
             gradients if record.loss is None else record.loss.backward(gradients)
         )
         return record.backward(output_grads, stash.deferred), self._inputs.pop(index, ())
+
+
+def _layout_of(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
+    return tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
 
 def _spill(pairs: Sequence[Pair]) -> None:

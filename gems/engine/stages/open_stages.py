@@ -216,15 +216,11 @@ def _may_capture(options: StageOptions) -> bool:
     """Return whether stages are captured as CUDA graphs; the first rank says why they are not."""
     if not options.captures:
         return False
-    plan = options.plan
-    reasons = {
-        "the device is no GPU": options.device.type != "cuda",
-        "recomputation is selective": plan is not None and not plan.can_be_captured,
-    }
-    why = [reason for reason, is_so in reasons.items() if is_so]
-    if why and options.rank == 0:
-        _log.warning("train.cuda_graphs has no effect: %s", why[0])
-    return not why
+    if options.device.type == "cuda":
+        return True
+    if options.rank == 0:
+        _log.warning("train.cuda_graphs has no effect: the device is no GPU")
+    return False
 
 
 def _cut(
