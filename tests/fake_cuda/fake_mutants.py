@@ -17,6 +17,7 @@ import torch
 from gems.autograd.mixed import Mixed
 from gems.engine.device import Arrival
 from gems.engine.offload.host_copies import CudaCopier
+from gems.engine.stages.graphed_segment import SharedSlot
 from gems.engine.supervision.recorder import Recorder
 from tests.fake_cuda.load import native
 from tests.fake_cuda.workloads import WORKLOADS, Numbers
@@ -48,6 +49,7 @@ DEVICE_PY = "engine/device.py"
 LOADER = "engine/batch_loader.py"
 GRAPHS = "stages/layer_graphs.py"
 STRIPS = "stages/graphed_strips.py"
+STORED_STRIPS = "stages/graphed_stored_strips.py"
 INTERNALS = "autograd/torch_internals.py"
 SUM = "optimization/gradient_sum.py"
 MUTANTS = [
@@ -183,6 +185,9 @@ MUTANTS = [
     Mutant("spilled_graphs", torch, "_foreach_copy_", INTERNALS, "_foreach_copy_(", "copy_all"),
     Mutant("spilled_graphs", CudaCopier, "wait", STORE, "self._copier.wait(copy)", "_free"),
     Mutant("graphs_of_strips", torch.Tensor, "copy_", STRIPS, "static.data.copy_(tensor)", "_put"),
+    Mutant(
+        "graphs_of_stored_strips", SharedSlot, "take", STORED_STRIPS, "self._slot.take()", "replay"
+    ),
     Mutant("graphs", Arrival, "take", LOADER, "arrivals[m].take()", "<lambda>"),
     Mutant("recorded_times", Recorder, "synchronize", RECORDER, "self.synchronize()", "end_step"),
 ]

@@ -44,6 +44,7 @@ SLOTS = (
     "graphs[unet-keep-zb_h1]",
     "graphs[unet-recompute-1f1b]",
     "graphs_of_strips[unet in blocks-gems_master]",
+    "graphs_of_strips_under_policies[unet-recompute-zb_h1]",
 )
 
 pytestmark = [

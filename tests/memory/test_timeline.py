@@ -107,6 +107,12 @@ def test_graphs_hold_a_slot_for_each_of_the_most_in_flight_on_each_stage(
                 assert walked.points[-1].device_bytes >= held
 
 
+def unread_products(layer: LayerProfile) -> int:
+    """Return the bytes of products that only a recomputation of the layer reads."""
+    made = (*layer.saved, *layer.passing)
+    return sum(s.total_bytes for s in made if s.is_product and not s.savers and not s.last_use)
+
+
 @pytest.mark.parametrize("choice", [each for each in Choice if each is not Choice.KEEP])
 def test_segments_share_a_slot_of_the_largest_of_a_rank(
     profiles: dict[str, ModelProfile], choice: Choice
@@ -125,6 +131,7 @@ def test_segments_share_a_slot_of_the_largest_of_a_rank(
         mine = [s for _, stage in schedule.placement.stages_on(rank) for s in plan.stages[stage]]
         largest = max(
             (spans.slot if each.first in cuts else spans.segment_slot)[each.first, each.end]
+            + unread_products(made.layers[each.first]) * (choice is Choice.SELECTIVE)
             for each in mine
         )
         for before, after in zip(eager, captured, strict=True):
