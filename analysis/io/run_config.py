@@ -15,6 +15,7 @@ from gems.errors import ConfigError
 from gems.schedule.registry import Terms, step_units
 from gems.trace import DTYPES, Trace, open_trace, read_column
 from gems.trace.hdf5 import get_attributes
+from gems.utils.atomic_io import read_yaml
 from gems.utils.units import counted
 
 Section = TypeVar("Section")
@@ -113,7 +114,7 @@ def read_document(run_yaml: str) -> dict[str, Any]:
         ConfigError: The text is not YAML, or not a mapping of groups.
     """
     try:
-        document = yaml.safe_load(run_yaml) if run_yaml else {}
+        document = read_yaml(run_yaml) if run_yaml else {}
     except yaml.YAMLError as error:
         raise ConfigError(
             "run_yaml", "unreadable", f"not YAML ({' '.join(str(error).split())})"

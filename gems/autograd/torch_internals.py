@@ -7,7 +7,7 @@ Comments and docstrings name the replacement for the case that a release of torc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from torch._C import DispatchKey  # has no public name: torch.library takes its 
 
 # none: drop gems.autograd.elsewhere
 from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
+from torch._guards import TracingContext, tracing  # none: see tracing_with
 from torch._ops import OpOverload  # type(torch.ops.aten.add.Tensor)
 
 # torch.device("meta"), which loses the device of a tensor
@@ -190,6 +191,12 @@ def lerp_all(values: list[Tensor], ends: list[Tensor], weight: float) -> None:
 def dynamo_settings() -> Any:
     """Return the settings of torch.compile. If they are gone: leave the limits as they are."""
     return torch._dynamo.config
+
+
+def tracing_with(mode: FakeTensorMode | None) -> AbstractContextManager[Any]:
+    """Let `make_fx` record values in one fake mode. If it is gone: it makes a mode for each value."""
+    shared = mode or FakeTensorMode(allow_fallback_kernels=True)
+    return tracing(TracingContext(shared))
 
 
 def mem_tracker() -> Any:

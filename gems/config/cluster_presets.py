@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from gems.errors import ConfigError
+from gems.utils.atomic_io import read_yaml
 
 GROUP = "cluster"
 AUTO = "auto"
@@ -41,7 +42,7 @@ def matching(folders: Sequence[Path], names: Sequence[str]) -> dict[str, str]:
     presets: dict[str, str] = {}
     for path in (path for folder in folders for path in sorted((folder / GROUP).glob("*.yaml"))):
         try:
-            values = yaml.safe_load(path.read_text())
+            values = read_yaml(path.read_text())
         except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             raise ConfigError(
                 GROUP, path, f"cannot be read ({' '.join(str(error).split())})"

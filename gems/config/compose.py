@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -48,6 +47,7 @@ from gems.config.overrides import (
 from gems.config.resolve import resolve
 from gems.config.schema import RunSpec
 from gems.errors import ConfigError, GemsError
+from gems.utils.atomic_io import read_yaml
 from gems.utils.tables import wrapped
 
 LOCAL = "local"
@@ -223,7 +223,7 @@ def changed(spec: RunSpec, overrides: Sequence[str], takes_options: bool = False
 def _option_values(group: str, option: str) -> dict[str, Any]:
     """Return the keys of a group that an option sets; a target of the user's own gives way to it."""
     path = CONF / group / f"{option}.yaml"
-    values = {"name": option, **(yaml.safe_load(path.read_text()) if path.exists() else {})}
+    values = {"name": option, **(read_yaml(path.read_text()) if path.exists() else {})}
     has_target = any(key.name == f"{group}.target" for key in keys(RunSpec))
     return {**({"target": None} if has_target else {}), **values}
 
@@ -303,7 +303,7 @@ def _with_cluster(words: Sequence[str], cluster: str) -> list[str]:
         raise ConfigError(
             GROUP, cluster, "is not chosen for several experiments at once", f"add {GROUP}=NAME"
         )
-    document = yaml.safe_load((CONF / "config.yaml").read_text())
+    document = read_yaml((CONF / "config.yaml").read_text())
     for entry in document["defaults"]:
         if isinstance(entry, dict) and GROUP in entry:
             entry[GROUP] = AUTO

@@ -21,7 +21,7 @@ from gems.plan.rank_plan import RankPlan
 from gems.runs.code_archive import CODE_ZIP
 from gems.schedule.formats.schedule_json import from_json, to_json
 from gems.schedule.schedule import Schedule
-from gems.utils.atomic_io import RESERVE, read_json, write_json
+from gems.utils.atomic_io import RESERVE, read_json, read_yaml, write_json
 from gems.utils.registry import load_plugins
 from gems.utils.units import now_utc
 
@@ -45,7 +45,6 @@ OF_ALL_ATTEMPTS = (
     "layouts.json",
 )
 CANCELLED_JSON = "cancelled.json"
-LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml takes a tenth of the time
 DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 OF_PREPARATION = ("status.json", "provenance.json", "provenance")
 
@@ -207,7 +206,7 @@ class RunFolder:
             ConfigError: As in `read_spec`.
         """
         with self._refusing(self.run_yaml):
-            values = yaml.load(self.run_yaml.read_text(), LOADER)
+            values = read_yaml(self.run_yaml.read_text())
         if not isinstance(values, dict):
             raise ConfigError("run folder", self.path, "its run.yaml is not a configuration")
         spec = RunSpec.from_dict(values)

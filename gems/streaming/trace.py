@@ -27,6 +27,7 @@ from gems.autograd.torch_internals import (
     OpOverload,
     enter_autocast,
     exit_autocast,
+    tracing_with,
 )
 from gems.streaming.errors import StreamingError
 from gems.streaming.surroundings import (
@@ -179,7 +180,8 @@ def _graph_of(
                 saved.append(outputs if mixed is None else mixed.cast(outputs))
             return tuple(tensors_in(saved[0]))
 
-        return make_fx(run, pre_dispatch=True)(*args), saved[0], names
+        with tracing_with(mode):
+            return make_fx(run, pre_dispatch=True)(*args), saved[0], names
 
     with without_memory(device, None if mixed is None else mixed.dtype) as mode, untouched(module):
         state = [

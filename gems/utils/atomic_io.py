@@ -10,8 +10,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 RESERVE = ".reserve"  # folder of the files that `reserve` allocates
 RESERVE_BYTES = 1 << 13
+_YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a tenth of the time
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -127,3 +130,12 @@ def read_json(path: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError("lists within lists, too deep to be read") from error
     return document if isinstance(document, dict) else {}
+
+
+def read_yaml(text: str) -> Any:
+    """Return the document of a YAML text.
+
+    Raises:
+        yaml.YAMLError: It is not YAML.
+    """
+    return yaml.load(text, _YAML_LOADER)

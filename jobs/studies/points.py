@@ -21,6 +21,7 @@ from gems.errors import ConfigError, nearest, one_of
 from gems.plan.draft import Draft
 from gems.plan.evaluate import with_strips_chosen
 from gems.runs.folder import RunFolder
+from gems.utils.atomic_io import read_yaml
 
 GROUP = "study"
 
@@ -60,7 +61,7 @@ def read_study(study: str) -> StudyConfig:
         raise ConfigError(GROUP, study, one_of(options), f"{advice}or give a .yaml file")
     path = Path(study) if _is_file(study) else CONF / GROUP / f"{study}.yaml"
     try:
-        values = yaml.safe_load(path.read_text())
+        values = read_yaml(path.read_text())
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(GROUP, path, f"cannot be read ({error})") from error
     if not isinstance(values, dict):
