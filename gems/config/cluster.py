@@ -218,6 +218,9 @@ class ClusterConfig:
     array: bool = flag(
         True, "submit points of a study with equal jobs as one job array", in_run_id=False
     )
+    max_parallel: int | None = number(
+        None, "tasks of a job array that may run at once; null: all", min=1, in_run_id=False
+    )
     runs_per_job: int = number(
         1, "one-node points of a study that share a job, in turn", min=1, in_run_id=False
     )

@@ -372,6 +372,13 @@ def _cluster_checks(cluster: ClusterConfig) -> Iterator[Check]:
         one_of(CHARGED),
     )
     yield (
+        cluster.max_parallel is not None and not (cluster.array and cluster.scheduler == "slurm"),
+        "cluster.max_parallel",
+        cluster.max_parallel,
+        "limits the job arrays of SLURM",
+        "leave it out, or set cluster.scheduler=slurm and cluster.array=true",
+    )
+    yield (
         cluster.elastic != sorted({*cluster.elastic}, reverse=True),
         "cluster.elastic",
         cluster.elastic,

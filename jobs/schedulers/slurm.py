@@ -111,7 +111,7 @@ class Slurm(Scheduler):
             "time": job.minutes,
             "partition": cluster.partition,
             "account": cluster.full_account or self.account_of_user(),
-            "array": f"0-{num_tasks - 1}%{num_tasks}" if is_array else None,
+            "array": f"0-{num_tasks - 1}%{cluster.max_parallel or num_tasks}" if is_array else None,
             "output": f"{folder.logs.absolute()}/{number}_0_log.out",
             "open-mode": "append",
             **_options(job),

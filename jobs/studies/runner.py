@@ -268,7 +268,7 @@ class StudyRunner:
                     break
                 parts.extendleft((part[half:], part[:half]))
             except ConfigError as error:
-                if len(part) > 1:
+                if len(part) > 1 and job.cluster.max_parallel is None:
                     refusal = error
                     self._has_arrays = False
                     parts.appendleft(part)
@@ -326,6 +326,9 @@ def group_packs(packs: Sequence[Pack]) -> list[list[Pack]]:
     """Group packs whose jobs are equal into arrays of at most as many tasks as the site allows.
 
     The groups are in the order of their first packs.
+
+    Raises:
+        ConfigError: cluster.max_parallel is set, and the site allows no arrays.
     """
     groups: dict[str, list[Pack]] = {}
     for number, pack in enumerate(packs):
@@ -338,6 +341,9 @@ def group_packs(packs: Sequence[Pack]) -> list[list[Pack]]:
         cluster = group[0][0].spec.cluster
         could_share = len(group) > 1 and is_on_site(cluster)
         size = scheduler_for(cluster).max_array_tasks() if could_share else 1
+        if could_share and size == 1 and cluster.max_parallel is not None:
+            problem = "limits a job array, and this site allows none"
+            raise ConfigError("cluster.max_parallel", cluster.max_parallel, problem, "leave it out")
         parts += [group[at : at + size] for at in range(0, len(group), size)]
     return parts
 

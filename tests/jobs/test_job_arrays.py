@@ -130,6 +130,17 @@ def test_equal_points_are_one_array_and_one_alone_is_a_job(study: Study, site: S
     assert "--array" not in site.script(43)
 
 
+def test_an_array_runs_at_most_so_many_tasks_at_once(study: Study, site: Site) -> None:
+    assert study("cluster.max_parallel=2", seed=[1, 2, 3])[0] == 0
+    assert "#SBATCH --array=0-2%2\n" in site.script(41)
+    site.allows(size=0)  # single jobs would all run at once
+    code, _, said = study("cluster.max_parallel=2", seed=[4, 5, 6])
+    assert code == 2 and "cluster.max_parallel=2: limits a job array, and this site" in said
+    assert site.submissions() == 1
+    code, _, said = study("cluster.max_parallel=2", "cluster.array=false", seed=[7, 8])
+    assert code == 2 and "cluster.max_parallel=2: limits the job arrays of SLURM" in said
+
+
 def test_the_script_finds_the_run_of_its_task(study: Study, site: Site, tmp_path: Path) -> None:
     _, points, _ = study("name='my runs'", seed=[1, 2, 3])
     script = site.script(41)

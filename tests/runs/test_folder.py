@@ -57,6 +57,7 @@ ASIDE = (
     "cluster.exclude",
     "cluster.archive_code",
     "cluster.array",
+    "cluster.max_parallel",
     "cluster.runs_per_job",
     "cluster.confirm_above_gpu_hours",
     "cluster.signal_before_end_s",
