@@ -423,6 +423,26 @@ class MachineConfig:
     operator_efficiency: float | None = number(
         None, "machine.efficiency with machine.launch_s; null: the same", above=0, in_run_id=False
     )
+    memory_efficiency: float | None = number(
+        None,
+        "share of the memory's rate that operators reach, with machine.launch_s; null:"
+        " machine.operator_efficiency",
+        above=0,
+        in_run_id=False,
+    )
+    multiprocessors: int | None = number(
+        None,
+        "multiprocessors of the device, with machine.launch_s: kernels of few blocks do not fill"
+        " them, so small micro-batches compute at a lower rate; null: at any size at the same rate",
+        min=1,
+        in_run_id=False,
+    )
+    winograd: bool = flag(
+        False,
+        "3x3 convolutions of stride 1 in float32 take Winograd's algorithm, with"
+        " machine.multiprocessors",
+        in_run_id=False,
+    )
     half_rate_channels: float = number(
         0.0,
         "channels with which convolutions and batch norms reach half of the memory's rate, with"

@@ -77,16 +77,13 @@ def _is_folder(path: str) -> bool:
 
 @dataclass(slots=True)
 class ModelConfig:
-    """A network by family and size, of which a family reads what it has.
-
-    Or a user's own, by `target`.
-    """
+    """A network by family and size, of which a family reads what it has, or by `target`."""
 
     name: str = text(
         "resnet", "family of the network; of a network of your own, the name of its class"
     )
     depth: int = number(20, "layers, as the family counts them", min=1, max=MAX_LAYERS)
-    version: int = number(1, "which of the two published forms of a ResNet", min=1, max=2)
+    version: int = number(1, "form of a ResNet; of an amoebanet, 2: it averages", min=1, max=2)
     block: str = text(
         "auto", "residual block of a ResNet: basic, bottleneck, or auto, by depth and version"
     )
@@ -100,6 +97,7 @@ class ModelConfig:
         min=1,
         max=MAX_SIDE,
     )
+    convs: int = number(2, "convolutions of a block of a simplified U-Net", min=1, max=MAX_LAYERS)
     norm: str = text(
         "batch",
         "normalization: batch, ghost_batch (by strip), frozen_batch (by running statistics; these"
@@ -482,6 +480,7 @@ class MemoryConfig:
         "let the inputs of segments that memory=recompute computes again leave for host memory"
         " until then",
     )
+    except_last: bool = flag(False, "let memory=recompute keep what the last micro-batch saves")
     target_reduction: float | None = number(
         None, "share by which memory=plan must lower the peak of activations", above=0, max=1
     )

@@ -83,7 +83,9 @@ class MemoryPlan:
 
     They apply to all micro-batches and directions of a stage. `policy` is the name of the policy
     that made the plan, and `counters` has its statistics. Saved storages below `least_bytes` are
-    never moved. If `only_conv_inputs`, offloaded segments move only inputs of convolutions.
+    never moved. If `only_conv_inputs`, offloaded segments move only inputs of convolutions. With
+    `except_last`, the micro-batch whose forward comes last in its direction is not recomputed,
+    since its backward follows at once (torchgpipe's checkpoint="except_last").
     """
 
     policy: str
@@ -91,6 +93,7 @@ class MemoryPlan:
     least_bytes: int = 0
     counters: Mapping[str, Any] | None = None
     only_conv_inputs: bool = False
+    except_last: bool = False
 
     @classmethod
     def keeping(cls, boundaries: tuple[int, ...]) -> MemoryPlan:
@@ -172,6 +175,7 @@ class MemoryPlan:
                 int(document["least_bytes"]),
                 document.get("counters"),
                 bool(document.get("only_conv_inputs", False)),
+                bool(document.get("except_last", False)),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
@@ -213,7 +217,8 @@ def add_memory(schedule: Schedule, plan: MemoryPlan) -> Schedule:
     Memory actions that the schedule already has (`plan_of_schedule`) stay as they are. A copied
     segment gets OFFLOAD after its forward, FREE and PREFETCH at the plan's distances, and AWAIT if
     the plan has it. A recomputed segment gets R before its backward and after its PREFETCH, except
-    for a strip whose backward directly follows its forward. Copies posted at the same place return
+    for a strip whose backward directly follows its forward, and for the last micro-batch if the
+    plan says so. Copies posted at the same place return
     in the order in which they are needed. A micro-batch whose copy would return before it has left
     is not copied; these are the last ones before the turn.
     """
@@ -255,6 +260,11 @@ def _with_memory(
             for number in (numbers if action.kind is Kind.F else reversed(numbers))
         ]
     index_of = {action: index for index, action in enumerate(compute)}
+    last = {
+        action.direction: action.micro_batch // schedule.num_strips
+        for action in compute
+        if action.kind is Kind.F and action.micro_batch is not None and plan.except_last
+    }
     before: dict[int, list[Action]] = {}
     after: dict[int, list[Action]] = {}
     for index, action in enumerate(compute):
@@ -280,7 +290,10 @@ def _with_memory(
         is_backward = action.kind in (Kind.B, Kind.I)
         if is_backward and plan.segment(place_of(action)).choice.is_recomputed:
             forward = index_of[action._replace(kind=Kind.F)]
-            if forward < index - 1 or schedule.num_strips == 1:
+            whole = (action.micro_batch or 0) // schedule.num_strips
+            if last.get(action.direction) == whole:
+                pass
+            elif forward < index - 1 or schedule.num_strips == 1:
                 yield action._replace(kind=Kind.R)
         yield action
         yield from after.get(index, ())

@@ -100,6 +100,7 @@ def plan_within(memory: MemoryConfig, case: MemoryCase) -> MemoryPlan:
         return plan
     choice = Choice.OFFLOAD_INPUTS if memory.offload_inputs else Choice.RECOMPUTE
     plan = run_again(case, memory.segments, choice)
+    plan = replace(plan, except_last=memory.except_last)
     return keep_last(case, plan, _peaks_within(case, plan))
 
 
@@ -146,7 +147,11 @@ memory_policy(
     slow_ways=("selective", "segment"),
     in_strips=True,
     recomputes=True,
-)(lambda memory, case: recompute(case, memory.recompute, memory.segments, memory.offload_inputs))
+)(
+    lambda memory, case: recompute(
+        case, memory.recompute, memory.segments, memory.offload_inputs, memory.except_last
+    )
+)
 
 
 @memory_policy("plan", needs_limit=True, takes_target=True, in_strips=True)

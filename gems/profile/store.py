@@ -28,6 +28,7 @@ from gems.profile.model_profile import LIBRARY_BYTES, TIMES, ModelProfile
 from gems.profile.pace import RunPace
 from gems.profile.strip_profile import STRIP_SHARES, STRIPS_OVER_WHOLE, StripProfile, StripWork
 from gems.profile.subject import Subject
+from gems.profile.work import ModelWork
 from gems.utils.cache import cached, keep_cached, read_cached
 from gems.utils.gpus import may_have_gpu
 from gems.utils.run_module import RUN_MODULE
@@ -39,9 +40,9 @@ DISTRIBUTIONS = ("torch", "numpy")
 REFUSED = "refused"
 PACE = "pace"
 ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b")
-TAKER, OPERATORS_TAKER, STRIPS_TAKER, STRIP_WORK_TAKER, EXACTNESS_TAKER = (
+TAKER, OPERATORS_TAKER, STRIPS_TAKER, STRIP_WORK_TAKER, EXACTNESS_TAKER, WORK_TAKER = (
     f"gems.profile.profilers.{name}"
-    for name in ("layers", "operators", "strips", "strip_work", "exactness")
+    for name in ("layers", "operators", "strips", "strip_work", "exactness", "work")
 )
 # keys of the configuration that a profile depends on besides its subject
 _ON_FAKE = (
@@ -55,6 +56,9 @@ _ON_FAKE = (
     *(f"machine.{name}" for name in ("launch_s", "bfloat16_launch_s", "operator_s")),
     *(f"machine.{name}half_rate_channels" for name in ("", "bfloat16_")),
     "machine.operator_efficiency",
+    "machine.memory_efficiency",
+    "machine.multiprocessors",
+    "machine.winograd",
     "replays_graphs",
     "profile.whole_model_peak",
 )
@@ -323,6 +327,18 @@ def operators_taken(subject: Subject) -> dict[str, Any]:
     key = json.dumps(known, sort_keys=True, default=str)
     return cached(
         subject.cache_dir, "operators", key, lambda: take_profile(subject, OPERATORS_TAKER, "ops")
+    )
+
+
+def work_of(subject: Subject) -> ModelWork:
+    """Return the work of a resolved run's layers on fake tensors, from the cache or taken now.
+
+    Raises:
+        ConfigError: As `take_profile`.
+    """
+    key = json.dumps(key_of(subject), sort_keys=True, default=str)
+    return ModelWork.from_json(
+        cached(subject.cache_dir, "work", key, lambda: take_profile(subject, WORK_TAKER, "kinds"))
     )
 
 

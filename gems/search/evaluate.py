@@ -169,16 +169,22 @@ class Planner:
     def model(self, size: int) -> ProfiledModel:
         """Return the model at a micro-batch size.
 
-        Profiles of sizes beyond two images are extrapolated from those of one and two.
+        Profiles of sizes beyond two images are extrapolated from those of one and two. If the
+        machine's rate depends on the size (machine.multiprocessors), they are extrapolated from the
+        powers of two next to them.
 
         Raises:
             ConfigError: the profile cannot be taken or read.
         """
         if size not in self.models:
-            if size in self.sizes:
+            is_given = self.spec.profile.path is not None
+            has_curve = not is_given and self.spec.machine.multiprocessors is not None
+            power = 1 << (size.bit_length() - 1)
+            if size in self.sizes or (has_curve and size == power):
                 profile = self._own_profile(size)
             else:
-                points = [self.model(profiled_size).profile for profiled_size in self.sizes]
+                sizes = (power, 2 * power) if has_curve else self.sizes
+                points = [self.model(profiled_size).profile for profiled_size in sizes]
                 profile = extrapolate(points, self.spec.data.sides, size)
             self.models[size] = ProfiledModel(profile, self._optimizer)
         return self.models[size]

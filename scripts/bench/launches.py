@@ -23,8 +23,9 @@ from scipy.optimize import least_squares
 from gems.config.schema import MachineConfig
 from gems.models.mixed import Precision
 from gems.profile.profilers.chain import profile_model
-from gems.profile.profilers.fake import Operator, Rates, Roofline, fake_lab, machine_rates
+from gems.profile.profilers.fake import Roofline, fake_lab, machine_rates
 from gems.profile.profilers.layer_run import LayerCall, Times, give_gradients
+from gems.profile.work import Operator, Rates
 from scripts.bench.rig import Table, answered, composed, log, options, square
 
 LINES = Path(__file__).resolve().parents[2] / "docs" / "gpu.jsonl"

@@ -54,6 +54,19 @@ def test_a_strip_whose_backward_follows_its_forward_is_not_run_again() -> None:
     assert layer_by_layer(Segment(0, 1, Choice.RECOMPUTE)) == "0.0F0 0.0R0 0.0B0"
 
 
+def test_the_last_micro_batch_of_each_direction_may_be_kept() -> None:
+    stages = ((Segment(0, 1, Choice.RECOMPUTE),), (Segment(1, 2, Choice.RECOMPUTE),))
+    plan = MemoryPlan("test", stages, except_last=True)
+    assert MemoryPlan.from_json(plan.to_json()) == plan
+    gpipe = add_memory(generate("gpipe", 2, 3), plan)
+    assert words(gpipe, 1) == ("1.0F0 1.0F1 1.0F2 1.0R0 1.0B0 1.0R1 1.0B1 1.0B2")
+    both = add_memory(generate("gems_master", 2, 4), plan)
+    again = [str(action) for _, action in both.actions() if action.kind is Kind.R]
+    kept = {action.micro_batch for _, action in both.actions() if action.kind is Kind.F}
+    kept -= {action.micro_batch for _, action in both.actions() if action.kind is Kind.R}
+    assert len(again) == 4 and kept == {2, 3}
+
+
 def test_an_offloaded_layer_leaves_behind_its_forward_and_is_back_for_its_backward() -> None:
     def three(**options: int | bool) -> str:
         return layer_by_layer(

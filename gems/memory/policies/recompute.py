@@ -25,6 +25,7 @@ def recompute(
     how: str = "segment",
     segments: int | None = None,
     offload_inputs: bool = False,
+    except_last: bool = False,
 ) -> MemoryPlan:
     """Return the plan that recomputes whole stages, segments, or everything but products, by `how`.
 
@@ -33,7 +34,8 @@ def recompute(
     convolutions and matrix products. Each layer is a segment, and layers that would free nothing
     are kept; with `segments`, tensors between the layers of a segment are freed, too. With
     `offload_inputs`, the inputs of recomputed segments are in host memory in the meantime, and
-    return one action before they are read. In strips a stage is one segment, and each of its strips
+    return one action before they are read. With `except_last`, the last micro-batch is
+    not recomputed. In strips a stage is one segment, and each of its strips
     is recomputed before its backward.
 
     Raises:
@@ -45,12 +47,14 @@ def recompute(
         raise ConfigError("memory.segments", segments, "must be at least 1")
     choice = Choice.OFFLOAD_INPUTS if offload_inputs else Choice.RECOMPUTE
     if how == "stage" or case.strips is not None:
-        return _plan([[(first, end)] for first, end in pairwise(case.boundaries)], choice)
+        plan = _plan([[(first, end)] for first, end in pairwise(case.boundaries)], choice)
+        return replace(plan, except_last=except_last)
     if how == "selective" and segments is None:
         layers = (index for index, layer in enumerate(case.profile.layers) if lets_go(layer))
         chosen = {index: Segment(index, index + 1, Choice.SELECTIVE) for index in layers}
-        return MemoryPlan.by_layer(POLICY, case.boundaries, chosen).joined()
-    plan = run_again(case, segments, choice)
+        plan = MemoryPlan.by_layer(POLICY, case.boundaries, chosen).joined()
+        return replace(plan, except_last=except_last)
+    plan = replace(run_again(case, segments, choice), except_last=except_last)
     plan = keep_last(case, plan, tuple(case.peak_bytes(plan)))
     if how == "segment":
         return plan

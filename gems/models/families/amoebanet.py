@@ -6,7 +6,8 @@ the outputs of the two cells before it, so two tensors cross most boundaries. Th
 stages have F, 2F and 4F filters. Huang et al. 2019 (arXiv 1811.06965, table 1) write a network as
 (L, F), with L = `model.depth` and F = `model.width`. The normal cell joins the states 0, 3, 4 and
 6, as the reference implementation does, instead of all unused ones, as the paper draws it; so (18,
-208) has the 82 M parameters that GPipe reports.
+208) has the 82 M parameters that GPipe reports. With `model.version` 2, 3x3 poolings average, as
+torchgpipe 0.0.7 builds the network.
 """
 
 from __future__ import annotations
@@ -58,6 +59,16 @@ REDUCTION = Genotype(
 )
 
 
+def averaging(genotype: Genotype) -> Genotype:
+    """Return a genotype whose 3x3 max poolings average instead."""
+    names = {"max3x3": "average3x3"}
+    pairs = tuple(
+        ((names.get(left, left), state), (names.get(right, right), other))
+        for (left, state), (right, other) in genotype.pairs
+    )
+    return genotype._replace(pairs=pairs)
+
+
 def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
     """Return the layers of AmoebaNet-D, from the stem to the head.
 
@@ -91,6 +102,7 @@ def layers(model: ModelConfig, data: DataConfig) -> tuple[Layer, ...]:
         is_reduction = "reduction" in name
         channels = 2 * channels if is_reduction else channels
         genotype = REDUCTION if is_reduction else NORMAL
+        genotype = averaging(genotype) if model.version == 2 else genotype
         cell = block(
             name,
             "reduction" if is_reduction else "cell",

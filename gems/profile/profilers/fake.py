@@ -6,7 +6,9 @@ peak, and at least its bytes divided by the memory bandwidth. Each operation of 
 kernel that reads its operands and writes its results once; a view takes no time.
 
 If the machine's launch costs are known, a kernel also takes a least time, few channels slow it
-down, and a pass of a layer takes the host at least the time to launch its operators.
+down, and a pass of a layer takes the host at least the time to launch its operators. If its
+multiprocessors are known too, kernels of few thread blocks compute at a lower rate
+(`kernel_work.py`), and a batch norm reads its inputs twice: for the statistics, and with them.
 """
 
 from __future__ import annotations
@@ -14,9 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +33,12 @@ from gems.errors import ConfigError
 from gems.models import Layer, layers_of
 from gems.models.build import Dtype, as_precision, build_layer
 from gems.models.mixed import Precision, compute_in
+from gems.profile.kernel_work import FULL, KernelWork, convolution_work, weight_gradient_work
 from gems.profile.model_profile import ModelProfile
 from gems.profile.profilers.chain import Lab, given_tensors, machine_device, profile_model
 from gems.profile.profilers.layer_run import LayerCall, Times, give_gradients, task_loss
 from gems.profile.profilers.live_bytes import device_workspace
+from gems.profile.work import LayerWork, Operator, Rates
 
 _CONV_BACKWARD = torch.ops.aten.convolution_backward
 _ATEN = torch.ops.aten
@@ -56,51 +59,6 @@ _NOT_LAUNCHED = (
     torch.ops.prim.device,
     *(_ATEN.empty, _ATEN.empty_like, _ATEN.new_empty, _ATEN.empty_strided, _ATEN.zeros),
 )
-
-
-class Operator(NamedTuple):
-    """The work and memory traffic of an operator.
-
-    `channels` is the least number of channels of a convolution's or batch norm's images.
-    """
-
-    flops: int
-    moved_bytes: int
-    channels: float = math.inf
-    is_product: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """The rates of a machine for one dtype, and its launch costs.
-
-    They are floating-point operations, and bytes of device memory moved, per second. The host takes
-    `launch_s` to launch an operator, None if unknown. On the device an operator takes at least
-    `operator_s`, and bytes move at half the rate with `half_rate_channels` channels.
-    """
-
-    flops_per_s: float
-    memory_bytes_per_s: float
-    launch_s: float | None = None
-    operator_s: float = 0.0
-    half_rate_channels: float = 0.0
-
-    def seconds(self, flops: float, moved_bytes: float, channels: float = math.inf) -> float:
-        """Return the time of one operator on the device, in seconds."""
-        slower = 1.0 + self.half_rate_channels / channels
-        return max(
-            flops / self.flops_per_s,
-            slower * moved_bytes / self.memory_bytes_per_s,
-            self.operator_s,
-        )
-
-    def pass_s(self, operators: Sequence[Operator]) -> float:
-        """Return the time of operators in a row, which the host launches ahead of the device."""
-        device_s = sum(
-            self.seconds(operator.flops, operator.moved_bytes, operator.channels)
-            for operator in operators
-        )
-        return max(device_s, len(operators) * (self.launch_s or 0.0))
 
 
 def machine_rates(machine: MachineConfig, dtype: Dtype) -> Rates:
@@ -130,8 +88,15 @@ def machine_rates(machine: MachineConfig, dtype: Dtype) -> Rates:
         return Rates(peak * machine.efficiency, machine.memory_bytes_per_s * machine.efficiency)
     share = machine.operator_efficiency or machine.efficiency
     launch_s, channels = machine.launch_costs(dtype in (torch.bfloat16, torch.float16))
+    memory_share = machine.memory_efficiency or share
     return Rates(
-        peak * share, machine.memory_bytes_per_s * share, launch_s, machine.operator_s, channels
+        peak * share,
+        machine.memory_bytes_per_s * memory_share,
+        launch_s,
+        machine.operator_s,
+        channels,
+        machine.multiprocessors,
+        machine.winograd and dtype is torch.float32,
     )
 
 
@@ -144,12 +109,12 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operators: list[Operator] = []
 
     @property
-    def flops(self) -> int:
+    def flops(self) -> float:
         """Floating-point operations of all operators."""
         return sum(operator.flops for operator in self.operators)
 
     @property
-    def moved_bytes(self) -> int:
+    def moved_bytes(self) -> float:
         """Bytes of device memory that all operators move."""
         return sum(operator.moved_bytes for operator in self.operators)
 
@@ -157,13 +122,6 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def seconds(self) -> float:
         """Time of all operators."""
         return self._rates.pass_s(self.operators)
-
-    @property
-    def cheap_seconds(self) -> float:
-        """Time of the operators without matrix products."""
-        return self._rates.pass_s(
-            [operator for operator in self.operators if not operator.is_product]
-        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -175,14 +133,23 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         channels = _channels(packet, args, result)
         if packet is _CONV_BACKWARD:
-            for flops, moved in _conv_backward_parts(args, result):
-                self.operators.append(Operator(flops, moved, channels))
+            works = _backward_works(args, self._rates.has_winograd)
+            for flops, moved, work in _conv_backward_parts(args, result, works):
+                self.operators.append(Operator(flops, moved, channels, work=work))
             return result
         flops = (
             flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
         )
         moved = _moved_bytes([args, *kwargs.values(), result])
-        self.operators.append(Operator(flops, moved, channels, is_matmul(func)))
+        work = FULL
+        if packet is _ATEN.convolution:
+            weight = args[1].shape
+            work = convolution_work(
+                result.shape, weight[0], weight[2:], args[3], self._rates.has_winograd
+            )
+        elif packet in _IMAGES and self._rates.multiprocessors is not None:
+            moved += _moved_bytes([args[place] for place in _IMAGES[packet]])
+        self.operators.append(Operator(flops, moved, channels, is_matmul(func), work))
         return result
 
 
@@ -192,22 +159,27 @@ def roofline_times(call: LayerCall, rates: Rates) -> Times:
     The time of the weight gradient is the difference between the whole backward and the backward of
     a layer whose parameters need no gradient.
     """
+    return Times(**layer_work(call, rates).times(rates))
 
-    def count(run: Callable[[], object]) -> Roofline:
+
+def layer_work(call: LayerCall, rates: Rates) -> LayerWork:
+    """Return the operators of a layer on inputs, which are run once.
+
+    `rates` decide which operators count: launches, reads of norms, Winograd's algorithm.
+    """
+
+    def count(run: Callable[[], object]) -> tuple[Operator, ...]:
         roofline = Roofline(rates)
         with roofline:
             run()
-        return roofline
+        return tuple(roofline.operators)
 
     if rates.launch_s is not None:
         give_gradients(call.module)  # a run adds to them, with an operator for each parameter
     forward, backward = call.forward_and_backward(count)
     with call.without_weight_gradients():
-        input_grad_s = call.forward_and_backward(count)[1].seconds
-    weight_grad_s = max(0.0, backward.seconds - input_grad_s)
-    return Times(
-        forward.seconds, input_grad_s, weight_grad_s, forward.seconds, forward.cheap_seconds
-    )
+        input_grad = call.forward_and_backward(count)[1]
+    return LayerWork(forward, backward, input_grad)
 
 
 def _channels(packet: Any, args: tuple[Any, ...], result: Any) -> float:
@@ -219,17 +191,27 @@ def _channels(packet: Any, args: tuple[Any, ...], result: Any) -> float:
 
 
 def _conv_backward_parts(
-    args: tuple[Any, ...], result: Sequence[Tensor | None]
-) -> Iterator[tuple[int, int]]:
-    """Yield the flops and bytes of a convolution's gradients, each of them a separate kernel."""
+    args: tuple[Any, ...], result: Sequence[Tensor | None], works: Sequence[KernelWork]
+) -> Iterator[tuple[int, int, KernelWork]]:
+    """Yield the work of a convolution's gradients, each of them a separate kernel."""
     gradient, x, weight, *rest, wanted = args
     for number, operand in enumerate((weight, x)):
         if wanted[number]:
             only = [place == number for place in range(3)]
             flops = flop_registry[_CONV_BACKWARD](gradient, x, weight, *rest, only, out_val=result)
-            yield int(flops), _moved_bytes([gradient, operand, result[number]])
+            yield int(flops), _moved_bytes([gradient, operand, result[number]]), works[number]
     if wanted[2]:
-        yield 0, _moved_bytes([gradient])
+        yield 0, _moved_bytes([gradient]), FULL
+
+
+def _backward_works(args: tuple[Any, ...], has_winograd: bool) -> tuple[KernelWork, KernelWork]:
+    """Return the work of the gradients of a convolution's input and weight."""
+    _, x, weight, _, stride, *_ = args
+    kernel = weight.shape[2:]
+    return (
+        convolution_work(x.shape, weight.shape[1], kernel, stride, has_winograd),
+        weight_gradient_work(kernel, stride, has_winograd),
+    )
 
 
 def _moved_bytes(operands: Sequence[Any]) -> int:

@@ -21,6 +21,7 @@ from gems.profile.profilers.measured import measured_profile
 from gems.profile.store import REFUSED, is_fake
 from gems.profile.strip_profile import StripProfile, StripWork
 from gems.profile.subject import Subject
+from gems.profile.work import ModelWork
 from gems.utils.registry import load_plugins
 
 
@@ -66,7 +67,9 @@ def layers_per_device(subject: Subject) -> int | None:
 
 
 def answer(
-    make: Callable[[Subject], ModelProfile | OpGraph | StripProfile | StripWork | Exactness],
+    make: Callable[
+        [Subject], ModelProfile | ModelWork | OpGraph | StripProfile | StripWork | Exactness
+    ],
 ) -> int:
     """Print what `make` returns for the resolved run on stdin, as JSON; return the exit code.
 
