@@ -97,6 +97,7 @@ def fit_rows(fits: Sequence[Fit]) -> list[dict[str, Any]]:
             "source": fit.source,
             "formula": FORMULA,
             "parameters": fit.law.parameters,
+            "last_row_share": fit.law.last_row_share,
             "residuals": [
                 {"ranks": row.accelerators, "step_s": row.step_s, "relative": relative}
                 for row, relative in _residuals(fit)

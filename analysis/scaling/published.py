@@ -165,6 +165,7 @@ def _answer(name: str, law: Law, asked: Sequence[Row]) -> dict[str, Any]:
         "note": NOT_VERIFIED if is_published else "",
         "formula": FORMULA,
         "parameters": law.parameters,
+        "last_row_share": law.last_row_share,
         "fit_to": law.last_ranks,
         "num_fitted": len(law.rows),
         "num_forecasts": law.num_forecasts,
