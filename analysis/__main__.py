@@ -80,6 +80,16 @@ VERBS = {
             "--fit-to P": "fit rows of up to P accelerators",
         },
     ),
+    "outside": _verb(
+        "outside",
+        "simulate pipelines that others measured, from a data sheet and one of their rows",
+        "",
+        {
+            "--table FILE": "CSV of pipelines, with the columns of"
+            " scripts/data/pipelines_of_others.csv",
+            "--calibrate ROW": "id of the one row whose measured step is read",
+        },
+    ),
     "attribution": _verb(
         "attribution",
         "show where the time of a step goes",

@@ -170,6 +170,22 @@ def _published(table: Path, words: Words, options: Options) -> None:
     _print(options, answers, lambda: published_report(answers))
 
 
+def outside(words: Words, options: Options) -> None:
+    """Predict the rows of a table of published pipelines."""
+    from analysis.outside.predict import outside_report, predict_table
+
+    if words:
+        raise ConfigError("outside", " ".join(words), "takes no words", "see --help")
+    table = options.path("--table")
+    row = options.chosen.get("--calibrate")
+    for name, value in (("--table", table), ("--calibrate", row)):
+        if value is None:
+            raise ConfigError(name, "none", "must be given", "see --help")
+    assert table is not None and row is not None
+    answer = predict_table(table, row)
+    _print(options, answer, lambda: outside_report(answer))
+
+
 def draw(words: Words, options: Options) -> None:
     """Draw a schedule's file."""
     from analysis.plots.schedule import draw_schedule

@@ -1,10 +1,15 @@
-"""Compare the law of scaling with published measurements.
+"""Compare predictions with what others measured: pipelines, and series of scaling.
+
+Pipelines: each row of a table (`--pipelines FILE`) is simulated from a data sheet and the one row
+that calibrates it (`--calibrate ROW`), as `gems-analysis outside` does.
+
+Laws of scaling:
 
 Each series is fitted to its rows of up to p accelerators and predicts those of up to 4 p, for every
 p that it has. Prints each forecast beside what was measured, and over all of them the median
 and the largest error, and the share of measured times inside the 95 % interval; and the errors
-without a law, of the step of the last row fitted to by (samples a rank)^0.75. Other series:
-`--table FILE`, as of `gems-analysis scaling --table`.
+without a law, of the step of the last row scaled by (samples a rank)^0.8. Other series: `--table
+FILE`, as of `gems-analysis scaling --table`. `--part` chooses one of the two.
 """
 
 from __future__ import annotations
@@ -15,18 +20,39 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from analysis.scaling.law import MAX_RATIO, Row, fit_law
+from analysis.outside.predict import outside_report, predict_table
+from analysis.scaling.law import MAX_RATIO, Row, fit_law, scaled_last_row_s
 from analysis.scaling.published import read_table
 from scripts.bench import rig
 
-TABLE = Path(__file__).parents[1] / "data" / "measured_scaling.csv"
-ELASTICITY = 0.75  # of a step's time by the samples a rank, without a law
+DATA = Path(__file__).parents[1] / "data"
+TABLE = DATA / "measured_scaling.csv"
+PIPELINES = DATA / "pipelines_of_others.csv"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Fit and ask all series, print the table and the summary, and return the exit code."""
-    arguments = rig.options(__doc__, argv, table=TABLE, json=False)
+    """Predict both tables, print them with their errors, and return the exit code."""
+    arguments = rig.options(
+        __doc__,
+        argv,
+        table=TABLE,
+        pipelines=PIPELINES,
+        calibrate="4",
+        part=("both", "pipelines", "laws"),
+        json=False,
+    )
     rig.machine()
+    answer: dict[str, Any] = {}
+    if arguments.part != "laws":
+        answer["pipelines"] = predict_table(arguments.pipelines, arguments.calibrate)
+        rig.log(outside_report(answer["pipelines"]))
+    if arguments.part != "pipelines":
+        answer |= forecast_table(arguments.table)
+    return rig.answered(answer, False, arguments.json)
+
+
+def forecast_table(path: Path) -> dict[str, Any]:
+    """Fit and ask all series of a table, print them, and return forecasts and errors."""
     table = rig.Table(
         "series:<46",
         "fitted to=fit_to:>10d",
@@ -39,14 +65,14 @@ def main(argv: list[str] | None = None) -> int:
         "inside:>8",
     )
     rows: list[dict[str, Any]] = []
-    for name, measured in read_table(arguments.table).items():
+    for name, measured in read_table(path).items():
         rows += table.rows(forecast_rows(name, measured))
     errors = summary(rows)
     rig.log(
         ", ".join(f"{name} {value:.3f}" for name, value in errors.items())
         + f", over {len(rows)} forecasts"
     )
-    return rig.answered({"forecasts": rows, **errors}, False, arguments.json)
+    return {"forecasts": rows, **errors}
 
 
 def forecast_rows(name: str, measured: Sequence[Row]) -> Iterator[dict[str, Any]]:
@@ -54,12 +80,10 @@ def forecast_rows(name: str, measured: Sequence[Row]) -> Iterator[dict[str, Any]
     for origin in sorted({row.accelerators for row in measured})[:-1]:
         fitted = [row for row in measured if row.accelerators <= origin]
         law = fit_law(fitted)
-        last = fitted[-1]
         for row in measured:
             if origin < row.accelerators <= MAX_RATIO * origin:
                 step = law.step_s(row.accelerators, row.samples)
-                plain_s = last.step_s
-                plain_s *= (row.samples / last.samples) ** ELASTICITY
+                plain_s = scaled_last_row_s(fitted, row.samples)
                 yield {
                     "series": name,
                     "fit_to": origin,
