@@ -40,6 +40,7 @@ __all__ = [
     "kind_of",
     "num_train",
     "open_dataset",
+    "reads_mask_rows",
     "reads_rows",
     "resolve_data",
     "sample_shape",
@@ -79,14 +80,20 @@ def open_dataset(data: DataConfig, seed: int) -> Dataset:
 
 def reads_rows(data: DataConfig) -> bool:
     """Return whether training images can be read in parts; False if they are not here."""
-    return data.target is None and _reads_rows(json.dumps(asdict(data)))
+    return data.target is None and _reads_rows(json.dumps(asdict(data)))[0]
+
+
+def reads_mask_rows(data: DataConfig) -> bool:
+    """Return whether training masks can be read in parts; False if they are not here."""
+    return data.target is None and _reads_rows(json.dumps(asdict(data)))[1]
 
 
 @lru_cache(maxsize=16)
-def _reads_rows(document: str) -> bool:
+def _reads_rows(document: str) -> tuple[bool, bool]:
     with contextlib.suppress(ConfigError, OSError):
-        return open_dataset(DataConfig(**json.loads(document)), 0).reads_rows("train")
-    return False
+        dataset = open_dataset(DataConfig(**json.loads(document)), 0)
+        return dataset.reads_rows("train"), dataset.reads_mask_rows("train")
+    return False, False
 
 
 def class_names(data: DataConfig) -> list[str]:

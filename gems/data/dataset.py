@@ -51,6 +51,10 @@ class Box(tuple[slice, ...]):
         """Return the part of these ranges, the columns last."""
         return super().__new__(cls, spans)
 
+    def __getnewargs__(self) -> tuple[slice, ...]:
+        """Return the ranges, from which a copy in another process is made."""
+        return tuple(self)
+
     @property
     def rows(self) -> slice:
         """The range of rows."""
@@ -137,20 +141,35 @@ class Dataset(ABC):
 
         `inner` are the ranges along the axes after the first; without them, all is returned.
         """
-        channels, *sides = self.shape
-        spans = [(first, end), *(inner or ((0, side) for side in sides[1:]))]
-        box = Box(*(slice(*span) for span in spans))
+        box = self._box(first, end, inner)
         if not self.reads_rows(split):
             whole = cast(Image, self.image(split, index, draw))
             return np.ascontiguousarray(whole[:, *box])
         self._check(split, index)
-        rows = np.empty((channels, *(end - start for start, end in spans)), dtype=np.float32)
-        upright = rows
-        if split == "train" and self.augment:
-            rng = generator(self.seed, "augment", index, draw)
-            upright, box = unturned(rows, box, sides, rng)
+        rows = np.empty((self.shape[0], *lengths(box)), dtype=np.float32)
+        upright, box = self._upright(rows, box, split, index, draw)
         self._write(split, index, box, upright)
         return rows
+
+    def reads_mask_rows(self, split: Split) -> bool:
+        """Return whether `mask_rows` reads little more than its rows, never a whole mask."""
+        return False
+
+    def mask_rows(
+        self, split: Split, index: int, draw: int, first: int, end: int, *inner: tuple[int, int]
+    ) -> Tokens:
+        """Return rows `first` to `end` of the mask that `label` returns, or a part of them.
+
+        `inner` is as in `rows`.
+        """
+        box = self._box(first, end, inner)
+        if not self.reads_mask_rows(split):
+            return np.ascontiguousarray(np.asarray(self.label(split, index, draw))[box])
+        self._check(split, index)
+        rows = np.empty((1, *lengths(box)), dtype=np.int64)
+        upright, box = self._upright(rows, box, split, index, draw)
+        upright[0] = self._mask(split, index, box)
+        return cast(Tokens, rows[0])
 
     def label(self, split: Split, index: int, draw: int = 0) -> Label:
         """Return the label of one sample, without reading its pixels.
@@ -230,6 +249,23 @@ class Dataset(ABC):
     def _write(self, split: Split, index: int, box: Box, out: Image) -> None:
         """Write a part of a sample before augmentation to `out`, if the source reads rows."""
         raise NotImplementedError
+
+    def _mask(self, split: Split, index: int, box: Box) -> Tokens:
+        """Return a part of a mask before augmentation, if the source reads rows of masks."""
+        raise NotImplementedError
+
+    def _box(self, first: int, end: int, inner: Sequence[tuple[int, int]]) -> Box:
+        spans = [(first, end), *(inner or ((0, side) for side in self.shape[2:]))]
+        return Box(*(slice(*span) for span in spans))
+
+    def _upright(
+        self, part: NDArray[Any], box: Box, split: Split, index: int, draw: int
+    ) -> tuple[NDArray[Any], Box]:
+        """Map a part of an augmented sample back to the sample before augmentation."""
+        if split != "train" or not self.augment:
+            return part, box
+        rng = generator(self.seed, "augment", index, draw)
+        return unturned(part, box, self.shape[1:], rng)
 
     def _check(self, split: Split, index: int) -> None:
         if not 0 <= index < self.num_images(split):
@@ -346,6 +382,15 @@ def as_label(value: Any, data: DataConfig, task: str, name: str) -> Label:
     return values
 
 
+def as_mask(part: NDArray[Any], data: DataConfig, name: str) -> Tokens:
+    """Convert the numbers of a part of a mask as `as_label` does.
+
+    Raises:
+        ConfigError: A class is outside 0 <= label < num_classes, or is no whole number.
+    """
+    return cast(Tokens, _as_classes(part, data, "segmentation", name))
+
+
 def _as_classes(array: NDArray[Any], data: DataConfig, task: str, name: str) -> Label:
     if not np.issubdtype(array.dtype, np.integer) and array.dtype != bool:
         text = f"{name} has a label of type {array.dtype}, and a class is a whole number"
@@ -411,9 +456,14 @@ def turned(image: Image, rng: np.random.Generator) -> Image:
     return image.swapaxes(-1, -2) if swap and image.shape[-1] == image.shape[-2] else image
 
 
+def lengths(box: Box) -> tuple[int, ...]:
+    """Return the length of a part along each axis."""
+    return tuple(span.stop - span.start for span in box)
+
+
 def unturned(
-    part: Image, box: Box, sides_px: Sequence[int], rng: np.random.Generator
-) -> tuple[Image, Box]:
+    part: NDArray[Any], box: Box, sides_px: Sequence[int], rng: np.random.Generator
+) -> tuple[NDArray[Any], Box]:
     """Map a part of the image that `turned` returns back to the unturned image.
 
     `rng` must be in the same state as the generator passed to `turned`.

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gems.config.recipe import TASKS
 from gems.config.schema import DataConfig
-from gems.data.dataset import Box, Label, Split, as_label
+from gems.data.dataset import Box, Label, Split, Tokens, as_label, as_mask
 from gems.data.files.paths import SPLIT_NAMES, expanded, is_left_over
 from gems.data.files.values import Values, as_nodata, checked, fitted, have_one_shape, range_of
 from gems.data.images import KEYS, ImageDataset, image_source, stamps
@@ -45,6 +45,8 @@ class _Part:
     dtype: Any
     nodata: float | None
     has_text: bool  # whether the labels are texts
+    # for parts of masks: the index before and after the ranges, if they can be read
+    mask_places: tuple[tuple[int, ...], tuple[int, ...]] | None
 
 
 @image_source(
@@ -109,7 +111,7 @@ class Hdf5Dataset(ImageDataset):
                 first = box.rows.start or 0
                 checked(self._stored(split, index, box), self.config, name, nodata, first)
         if self._task == "segmentation":
-            self._label(split, index)
+            self._examine_label(split, index)
 
     def values(self, split: Split, index: int) -> Values:
         """Return an image as stored, with channels first, fitted like images of image files."""
@@ -158,6 +160,21 @@ class Hdf5Dataset(ImageDataset):
         if self._task in ("segmentation", TASKS[0]):
             value = mapped(value, self.config.class_map)
         return self._without_nodata(as_label(value, self.config, self._task, name), split, index)
+
+    def reads_mask_rows(self, split: Split) -> bool:
+        """Return whether parts of images and masks can be read."""
+        return self.reads_rows(split) and all(
+            part.mask_places is not None for part in self._parts[split]
+        )
+
+    def _mask(self, split: Split, index: int, box: Box) -> Tokens:
+        part, row = self._place(split, index)
+        assert part.mask_places is not None
+        before, after = part.mask_places
+        values = self._read(part.path, part.label_key, (row, *before, *box, *after))
+        name = self.name_of(split, index)
+        classes = as_mask(mapped(values, self.config.class_map), self.config, name)
+        return cast(Tokens, self._without_nodata(classes, split, index, box))
 
     def _place(self, split: Split, index: int) -> tuple[_Part, int]:
         number, row = self._places[split][index].tolist()
@@ -289,7 +306,24 @@ def _part(data: DataConfig, path: str, split: Split) -> _Part:
             images.dtype,
             as_nodata(images.attrs.get("_FillValue") if data.nodata is None else data.nodata),
             labels.dtype.kind in _TEXT,
+            _mask_places(labels, data) if is_mask else None,
         )
+
+
+def _mask_places(labels: Any, data: DataConfig) -> Any:
+    """Return the indices around the ranges of a part of a mask; None if parts cannot be read."""
+    sides = data.height_px, data.width_px
+    places: dict[tuple[int, ...], Any] = {
+        sides: ((), ()),
+        (1, *sides): ((0,), ()),
+        (*sides, 1): ((), (0,)),
+    }
+    before_after = places.get(labels.shape[1:])
+    if before_after is None or labels.chunks is None:
+        return before_after
+    axis = 1 + len(before_after[0])
+    is_fine = labels.chunks[axis] * _LEAST_CHUNKS <= data.height_px
+    return before_after if is_fine else None
 
 
 def _check_types(data: DataConfig, path: str, images: Any, labels: Any) -> None:

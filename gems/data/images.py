@@ -179,8 +179,18 @@ class ImageDataset(Dataset):
         mean = self.statistics()[0] * np.float32(range_of(dtype, self.config.bits))
         return mean.astype(dtype)
 
-    def _without_nodata(self, label: Label, split: Split, index: int) -> Label:
-        """Return a mask with NO_LABEL for pixels without data in all channels.
+    def _examine_label(self, split: Split, index: int) -> None:
+        """Read a label completely, a mask band by band if it can be."""
+        if not self.reads_mask_rows(split):
+            self._label(split, index)
+            return
+        for box in self.bands():
+            self._mask(split, index, box)
+
+    def _without_nodata(
+        self, label: Label, split: Split, index: int, box: Box | None = None
+    ) -> Label:
+        """Return a mask, or its part in `box`, with NO_LABEL where no channel has data.
 
         Other labels are returned unchanged.
         """
@@ -190,9 +200,10 @@ class ImageDataset(Dataset):
         mask = np.asarray(label)
         seen = self._empty  # the gaps of the image that any thread read last
         if seen is not None and seen[0] == (split, index):
-            mask[seen[1]] = NO_LABEL
+            mask[seen[1] if box is None else seen[1][box]] = NO_LABEL
         else:
-            mask[is_nodata(self.values(split, index), nodata).all(axis=0)] = NO_LABEL
+            read = self.values if box is None else partial(self.part, box=box)
+            mask[is_nodata(read(split, index), nodata).all(axis=0)] = NO_LABEL
         return mask
 
     def statistics(self) -> tuple[Image, Image]:

@@ -58,8 +58,12 @@ def _inspect(data: DataConfig, seed: int) -> None:
         for index in _first_of_each_class(dataset, split, task_of(data)):
             if dataset.is_large and dataset.reads_rows(split):
                 for band in dataset.bands():
-                    dataset.rows(split, index, 0, band[0].start, band[0].stop)
-                dataset.label(split, index)
+                    rows = band[0].start, band[0].stop
+                    dataset.rows(split, index, 0, *rows)
+                    if dataset.reads_mask_rows(split):
+                        dataset.mask_rows(split, index, 0, *rows)
+                if not dataset.reads_mask_rows(split):
+                    dataset.label(split, index)
                 continue
             image, _ = dataset.sample(split, index)
             if image.shape != dataset.shape:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from numpy.typing import NDArray
 
 from gems.config.schema import DataConfig
-from gems.data.dataset import Label, Split, as_label
+from gems.data.dataset import Box, Label, Split, Tokens, as_label, as_mask
 from gems.data.files.paths import data_folder, files_below, split_folders
-from gems.data.files.reader import read_mask
+from gems.data.files.reader import gives_mask_parts, read_mask, read_mask_part
 from gems.data.images import KEYS, FileDataset, image_source
 from gems.data.splits import split_indices
 from gems.errors import ConfigError
@@ -47,6 +47,7 @@ class MaskDataset(FileDataset):
             data, {split: [image for image, _ in found] for split, found in pairs.items()}, seed
         )
         self._masks = {split: [mask for _, mask in found] for split, found in pairs.items()}
+        self._masks_by_rows: dict[Split, bool] = {}
 
     def files(self) -> list[Path]:
         """Return all files that the dataset reads."""
@@ -59,7 +60,15 @@ class MaskDataset(FileDataset):
             ConfigError: They would be misread.
         """
         super().examine(split, index)
-        self._label(split, index)
+        self._examine_label(split, index)
+
+    def reads_mask_rows(self, split: Split) -> bool:
+        """Return whether parts of all images and masks can be read."""
+        if split not in self._masks_by_rows:
+            self._masks_by_rows[split] = self.reads_rows(split) and all(
+                gives_mask_parts(path, self.config) for path in self._masks[split]
+            )
+        return self._masks_by_rows[split]
 
     def _label(self, split: Split, index: int) -> Label:
         path = self._masks[split][index]
@@ -68,6 +77,12 @@ class MaskDataset(FileDataset):
         return self._without_nodata(
             as_label(mask, self.config, "segmentation", str(path)), split, index
         )
+
+    def _mask(self, split: Split, index: int, box: Box) -> Tokens:
+        path = self._masks[split][index]
+        part = read_mask_part(path, self.config, (box.rows, box.columns))
+        classes = as_mask(mapped(part, self.config.class_map), self.config, str(path))
+        return cast(Tokens, self._without_nodata(classes, split, index, box))
 
 
 def mapped(mask: NDArray[Any], class_map: dict[str, int]) -> NDArray[Any]:

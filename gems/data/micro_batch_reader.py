@@ -20,8 +20,8 @@ class ReadRequest:
     """The (index, draw) pairs of one micro-batch, shape (size, 2), and the parts that a rank needs.
 
     Samples after the first `num_known` only fill the micro-batch and have no label; if None, all
-    have one. With `part`, (first, end) along each axis, only this part of the images is read, and
-    no labels.
+    have one. With `part`, (first, end) along each axis, only this part is read: of the images, or
+    else of the masks that are the labels.
     """
 
     split: Split
@@ -61,11 +61,13 @@ class MicroBatchReader:
     ) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
         if request.part is None:
             return self._dataset.batch(request.split, samples, request.images, request.labels)
-        stacked = [
-            self._dataset.rows(request.split, index, draw, *request.part[0], *request.part[1:])
+        read: Any = self._dataset.rows if request.images else self._dataset.mask_rows
+        parts = [
+            read(request.split, index, draw, *request.part[0], *request.part[1:])
             for index, draw in samples.tolist()
         ]
-        return stacked[0][np.newaxis] if len(stacked) == 1 else np.stack(stacked), None
+        stacked = parts[0][np.newaxis] if len(parts) == 1 else np.stack(parts)
+        return (stacked, None) if request.images else (None, stacked)
 
     def _error(self, request: ReadRequest, whole: Exception) -> ConfigError:
         """Return the error of the first failing sample, found by reading the samples one by one."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gems.config.recipe import TASKS
 from gems.config.schema import DataConfig
-from gems.data.dataset import Box, Dataset, Image, Label, Split, dataset, generator
+from gems.data.dataset import Box, Dataset, Image, Label, Split, Tokens, dataset, generator
 
 _CELLS = 8
 _NOISE_PX = 64
@@ -56,6 +56,15 @@ class SyntheticDataset(Dataset):
     def _write(self, split: Split, index: int, box: Box, out: Image) -> None:
         out[...] = self._part(split, index, box)
 
+    def reads_mask_rows(self, split: Split) -> bool:
+        """Return whether there are masks, any part of which can be generated alone."""
+        return self._task == "segmentation"
+
+    def _mask(self, split: Split, index: int, box: Box) -> Tokens:
+        number = index % self.num_classes
+        is_inside = self._stretched(self._patterns[number][:1], box)[0] > 0
+        return np.where(is_inside, np.int64(number), np.int64(0))
+
     def _part(self, split: Split, index: int, box: Box) -> Image:
         channels, *sides = self.shape
         rng = generator(self.seed, split, index)
@@ -69,8 +78,8 @@ class SyntheticDataset(Dataset):
                 for side, span, offset in zip(sides, box, offsets, strict=True)
             ],
         )
-        label = self._label(split, index)
-        if isinstance(label, np.ndarray) and label.ndim == 1:
+        label = None if self._task == "segmentation" else self._label(split, index)
+        if isinstance(label, np.ndarray):
             pattern = np.tensordot(label, np.stack(self._patterns), 1).astype(np.float32)
         else:
             pattern = self._patterns[index % self.num_classes]
@@ -82,10 +91,7 @@ class SyntheticDataset(Dataset):
 
     def _label(self, split: Split, index: int) -> Label:
         if self._task == "segmentation":
-            is_inside = (
-                self._stretched(self._patterns[index % self.num_classes], self._whole)[0] > 0
-            )
-            return np.where(is_inside, np.int64(index % self.num_classes), np.int64(0))
+            return self._mask(split, index, self._whole)
         rng = generator(self.seed, f"{split} values", index)
         if self._task == "multi_label":
             return rng.integers(2, size=self.num_classes).astype(np.float32)

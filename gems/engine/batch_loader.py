@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Sampler, default_convert
 from torch.utils.data import Dataset as TorchDataset
 
 from gems.config.schema import RunSpec
-from gems.data import Dataset, open_dataset
+from gems.data import Dataset, Split, open_dataset
 from gems.data.dataset import batch_indices, micro_batch_slice
 from gems.data.micro_batch_reader import MicroBatchReader, Part, ReadRequest
 from gems.engine.device import DTYPES, CopyIn
@@ -35,7 +35,9 @@ from gems.engine.transport.mpi import Comm, allgather
 from gems.errors import ConfigError
 from gems.plan.rank_plan import RankPlan
 from gems.schedule.action import Kind
+from gems.schedule.schedule import Schedule
 from gems.streaming.axis_rules import even_ends
+from gems.streaming.block_plan import Box, is_empty
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 # one step's requests: by micro-batch, then by strip and whether it is run again
@@ -46,19 +48,44 @@ _as_tensors: Any = default_convert
 _PRELOADED = ["torch", "gems.data"]  # imported by the process from which workers are forked
 
 
+class StripRead(NamedTuple):
+    """A read of a strip: of the rows of its images, or of their masks; maybe to run it again."""
+
+    strip: int
+    is_again: bool
+    is_mask: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MaskParts:
+    """The parts of masks whose losses are computed one by one, by strip of an image.
+
+    Attributes:
+        boxes: A part for each strip; some may be empty.
+        are_weighed: Whether the weight of a step depends on its labels, which are read twice then.
+    """
+
+    boxes: Sequence[Box]
+    are_weighed: bool
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over the strips that have a part."""
+        return (strip for strip, box in enumerate(self.boxes) if not is_empty(box))
+
+
 @dataclass(frozen=True, slots=True)
 class ReadShare:
     """What a rank reads in each step.
 
     Images of the micro-batches that start there, and labels of those that end there. If images run
-    in strips, `strips` are those whose rows it reads, in order: once for the forward, and once more
-    if the strip is run again.
+    in strips, `strips` are those of which it reads rows of images or masks, in order: once for the
+    forward, and once more if the strip is run again.
     """
 
     replica: int = 0
     images: Collection[int] = ()
     labels: Collection[int] = ()
-    strips: Sequence[tuple[int, bool]] = ()
+    strips: Sequence[StripRead] = ()
 
     @classmethod
     def of(cls, plan: RankPlan, rank: int) -> ReadShare:
@@ -74,14 +101,19 @@ class ReadShare:
             ]
             for s in (0, schedule.num_stages - 1)
         )
-        strips = [
-            (action.micro_batch, action.kind is Kind.R)
-            for action in schedule.rank_schedules[index]
-            if action.kind in (Kind.F, Kind.R)
-            and not action.stage
-            and action.micro_batch is not None
-        ]
-        return cls(replica, images, labels, strips if schedule.num_strips > 1 else ())
+        return cls(replica, images, labels, strip_reads(schedule, index))
+
+
+def strip_reads(schedule: Schedule, rank: int) -> list[StripRead]:
+    """Return what a rank may read of strips in each step, in order; nothing without strips."""
+    ends = ((0, False), (schedule.num_stages - 1, True))
+    return [
+        StripRead(action.micro_batch, action.kind is Kind.R, is_mask)
+        for action in schedule.rank_schedules[rank] * (schedule.num_strips > 1)
+        if action.kind in (Kind.F, Kind.R) and action.micro_batch is not None
+        for stage, is_mask in ends
+        if action.stage == stage
+    ]
 
 
 class BatchLoader:
@@ -102,8 +134,12 @@ class BatchLoader:
         share: ReadShare,
         device: torch.device,
         first_step: int = 0,
+        masks: MaskParts | None = None,
     ) -> None:
-        """Begin to load ahead; strips are read as rows if the source can read rows."""
+        """Begin to load ahead; strips are read as rows if the source can read rows.
+
+        So are `masks`, if the loss of a strip needs no other.
+        """
         self._spec = spec
         self._share = share
         self.dataset = dataset
@@ -112,7 +148,10 @@ class BatchLoader:
         self._copies = CopyIn(device) if device.type == "cuda" else None
         self.reads = bool(share.images or share.labels)
         self._collate = partial(
-            _collate, DTYPES[spec.train.compute_dtype], spec.machine.channels_last
+            _collate,
+            DTYPES[spec.train.compute_dtype],
+            spec.machine.channels_last,
+            spec.data.num_classes,
         )
         self._train: Steps | None = None
         self._validation_reader: Reader | None = None
@@ -122,10 +161,8 @@ class BatchLoader:
             self.num_validation = dataset.num_validation
         if not self.reads or first_step >= spec.train.steps:
             return
-        in_strips = bool(share.strips) and self._data.reads_rows("train")
-        self._train = self._steps(
-            self._requests, share.strips if in_strips else (), (first_step, spec.train.steps)
-        )
+        order = self._by_strip("train", share.strips, masks)
+        self._train = self._steps(self._requests, order, (first_step, spec.train.steps), masks)
 
     @classmethod
     def open(
@@ -134,6 +171,7 @@ class BatchLoader:
         comm: Comm,
         device: torch.device,
         first_step: int = 0,
+        masks: MaskParts | None = None,
         view: Callable[[Dataset], Dataset] | None = None,
     ) -> BatchLoader:
         """Open the data of a run, or a `view` of it, if this rank reads any; collective."""
@@ -143,7 +181,7 @@ class BatchLoader:
         if share.images or share.labels:
             dataset = open_dataset(spec.data, spec.seed)
             dataset = dataset if view is None else view(dataset)
-        loader = cls(spec, dataset, share, device, first_step)
+        loader = cls(spec, dataset, share, device, first_step, masks)
         counts = loader.num_train, loader.num_validation
         # from a rank that reads, which rank 0 need not
         loader.num_train, loader.num_validation = max(allgather(comm, counts))
@@ -151,7 +189,9 @@ class BatchLoader:
 
     def batch(self, step: int) -> Batch:
         """Return the batch of a training step, on the rank's device."""
-        return Batch({}, {}) if self._train is None else self._on_device(self._train.get(step))
+        if self._train is None:
+            return Batch({}, {})
+        return self._on_device(self._train.get(step), self._requests(step))
 
     def close(self) -> None:
         """Stop loading ahead."""
@@ -183,33 +223,71 @@ class BatchLoader:
             if m in self._share.images or m in self._share.labels
         ]
 
+    def _by_strip(
+        self, split: Split, strips: Sequence[StripRead], masks: MaskParts | None
+    ) -> list[StripRead]:
+        """Return the reads of strips that the source can do."""
+        num_strips = self._spec.parallel.num_strips
+        with_masks = set() if masks is None else set(masks)
+        if not self._data.reads_mask_rows(split):
+            with_masks.clear()
+        reads_rows = bool(strips) and self._data.reads_rows(split)
+        return [
+            read
+            for read in strips
+            if (read.strip % num_strips in with_masks if read.is_mask else reads_rows)
+        ]
+
     def _steps(
         self,
         requests: Callable[[int], Requests],
-        strip_order: Sequence[tuple[int, bool]],
+        order: Sequence[StripRead],
         steps: tuple[int, int],
+        masks: MaskParts | None,
         reader: Reader | None = None,
     ) -> Steps:
         """Begin to read the requests of `steps`, from the first to the end.
 
-        With `strip_order`, images are read as the rows of strips, in the order in which each step
-        takes them, after the labels of the step.
+        Images and labels that strips read, in the `order` in which each step takes them, come after
+        the whole ones, and after the parts of masks by which the step is weighed.
         """
         data = self._spec.data
         num_strips = self._spec.parallel.num_strips
-        parts = self._parts() if strip_order else []
+        parts = self._parts() if order else []
+        boxes = [] if masks is None else masks.boxes
+        by_strip = {read.is_mask for read in order}
 
-        def by_strip(step: int) -> Requests:
-            whole = dict(requests(step))
-            labels = [(m, replace(one, images=False)) for m, one in whole.items() if one.labels]
-            strips = []
-            for key in strip_order:
-                m, strip = divmod(key[0], num_strips)
-                strips.append((key, replace(whole[m], labels=False, part=parts[strip])))
-            return [*labels, *strips]
+        def ordered(step: int) -> Requests:
+            ways = dict(requests(step))
+            whole = {
+                m: replace(
+                    one,
+                    images=one.images and False not in by_strip,
+                    labels=one.labels and True not in by_strip,
+                )
+                for m, one in ways.items()
+            }
 
-        wanted = by_strip if strip_order else requests
-        ahead = data.prefetch_steps * (1 if strip_order else len(wanted(steps[0])))
+            def of_strip(strip: int, is_mask: bool) -> ReadRequest:
+                m, number = divmod(strip, num_strips)
+                part = tuple(boxes[number]) if is_mask else parts[number]
+                return replace(ways[m], images=not is_mask, labels=is_mask, part=part)
+
+            weighed = masks if True in by_strip and masks and masks.are_weighed else ()
+            windows = [
+                (None, of_strip(m * num_strips + strip, True))
+                for m, one in ways.items()
+                if one.labels
+                for strip in weighed
+            ]
+            return [
+                *((m, one) for m, one in whole.items() if one.images or one.labels),
+                *windows,
+                *((read, of_strip(read.strip, read.is_mask)) for read in order),
+            ]
+
+        wanted = ordered if order else requests
+        ahead = data.prefetch_steps * (1 if order else len(wanted(steps[0])))
         if reader is None:
             pins = self._device.type == "cuda"
             reader = Reader(
@@ -231,27 +309,53 @@ class BatchLoader:
             )
         )
 
-    def _on_device(self, batch: Batch) -> Batch:
+    def _on_device(self, batch: Batch, requests: Requests) -> Batch:
         """Return a batch on the device; on a GPU, images are available as copies arrive."""
         copies = self._copies
-        rows = batch.rows
+        if batch.masks is not None:
+            batch = replace(batch, labels=self._shapes(requests))
         if copies is None:
             return batch
-        labels = {m: copies.begin(labels) for m, labels in batch.labels.items()}
+
+        def arriving(read: Callable[..., Tensor] | None) -> Callable[..., Tensor] | None:
+            return None if read is None else lambda *strip: copies.begin(read(*strip)).take()
+
+        windows = batch.windows
+        labels = {
+            m: copies.begin(labels) for m, labels in batch.labels.items() if batch.masks is None
+        }
         arrivals = {m: copies.begin(images) for m, images in batch.images.items()}
         return Batch(
             {m: arrival.tensor for m, arrival in arrivals.items()},
-            {m: arrival.take() for m, arrival in labels.items()},
-            None if rows is None else lambda *strip: copies.begin(rows(*strip)).take(),
+            {m: arrival.take() for m, arrival in labels.items()} or batch.labels,
+            arriving(batch.rows),
             lambda m: arrivals[m].take(),
+            arriving(batch.masks),
+            None if windows is None else lambda: (copies.begin(w).take() for w in windows()),
         )
 
+    def _shapes(self, requests: Requests) -> dict[int, Tensor]:
+        """Return labels with the shapes of masks and no memory."""
+        zero = torch.zeros((), dtype=torch.int64)
+        sides = self._spec.data.sides_px
+        return {
+            m: zero.expand(len(one.samples[: one.num_known]), *sides)
+            for m, one in requests
+            if one.labels
+        }
+
     def validation(
-        self, num_micro_batches: int, has_images: bool, has_labels: bool, num_strips: int = 1
+        self,
+        num_micro_batches: int,
+        has_images: bool,
+        has_labels: bool,
+        strips: Sequence[StripRead] = (),
+        masks: MaskParts | None = None,
     ) -> Iterator[Batch]:
         """Yield this replica's share of the validation samples, `num_micro_batches` at a time.
 
-        If they run as `num_strips` strips, images are read by rows if the source can read rows.
+        If they run as `strips`, images are read by rows if the source can read rows, and so are the
+        `masks` that the outputs of strips are compared with.
         Every rank of the pipeline gets the same number of batches. The last micro-batch of a
         replica is filled up with samples without a label, so it has fewer labels than images.
         """
@@ -279,14 +383,12 @@ class BatchLoader:
         if not (has_images or has_labels):
             yield from (Batch({}, {}) for _ in range(num_rounds))
             return
-        by_rows = has_images and num_strips > 1 and self._data.reads_rows("validation")
-
-        order = [(x, False) for x in range(num_micro_batches * num_strips)] if by_rows else []
-        loading = self._steps(requests, order, (0, num_rounds), self._validation_reader)
+        order = self._by_strip("validation", strips, masks)
+        loading = self._steps(requests, order, (0, num_rounds), masks, self._validation_reader)
         self._validation_reader = loading.reader
         try:
             for number in range(num_rounds):
-                yield self._on_device(loading.get(number))
+                yield self._on_device(loading.get(number), requests(number))
         finally:
             loading.close()
 
@@ -302,7 +404,8 @@ class Steps:
         self._requests = requests
         layout = requests(first)
         self._num_whole = sum(request.part is None for _, request in layout)
-        self._places = {key: place for place, (key, one) in enumerate(layout) if one.part}
+        self._windows = [place for place, (key, _) in enumerate(layout) if key is None]
+        self._places = {key: place for place, (key, one) in enumerate(layout) if one.part and key}
         self._per_step = len(layout)
         expected, sent = tee(one for step in range(first, end) for one in requests(step))
         # neither zip nor enumerate: both keep their last item alive until the next call
@@ -314,28 +417,41 @@ class Steps:
     def get(self, step: int) -> Batch:
         """Return the batch of a step; batches of skipped steps are dropped.
 
-        Take the rows of the batch before you get the next step.
+        Take the windows of the batch before its rows, and these before you get the next step.
 
         Raises:
             ConfigError: A sample cannot be read, or a worker process ended.
         """
         loaded = [self._take(step * self._per_step + place) for place in range(self._num_whole)]
-        return replace(as_batch(loaded), rows=partial(self._rows, step) if self._places else None)
+        kinds = {read.is_mask for read in self._places}
+        rows, masks = (
+            partial(self._part, step, is_mask) if is_mask in kinds else None
+            for is_mask in (False, True)
+        )
+        windows = partial(self._read_windows, step) if self._windows else None
+        return replace(as_batch(loaded), rows=rows, masks=masks, windows=windows)
 
     def close(self) -> None:
         """Stop reading ahead in a thread; the processes of `reader` may still read other steps."""
         if self._ahead is not None:
             self._ahead.close()
 
-    def _rows(self, step: int, strip: int, is_again: bool) -> Tensor:
-        place = self._places[strip, is_again]
+    def _part(self, step: int, is_mask: bool, strip: int, is_again: bool) -> Tensor:
+        return self._read(step, self._places[StripRead(strip, is_again, is_mask)])
+
+    def _read_windows(self, step: int) -> Iterator[Tensor]:
+        return (self._read(step, place) for place in self._windows)
+
+    def _read(self, step: int, place: int) -> Tensor:
+        """Return a part of the images or masks of a micro-batch."""
         if step * self._per_step + place < self._next:  # a step that runs again
-            one = self._requests(step)[place]
-            found: Loaded = one, self.reader.read_here(one[1])
+            request = self._requests(step)[place][1]
+            read = self.reader.read_here(request)
         else:
-            found = self._take(step * self._per_step + place)
-        images: Tensor = _checked(found[1])[0]
-        return images
+            (_, request), read = self._take(step * self._per_step + place)
+        images, labels = _checked(read)
+        part: Tensor = images if request.images else labels[: request.num_known]
+        return part
 
     def _take(self, position: int) -> Loaded:
         if position >= self._next:
@@ -413,7 +529,7 @@ def _checked(read: Any) -> Any:
     return read
 
 
-def _collate(dtype: torch.dtype, is_channels_last: bool, samples: Any) -> Any:
+def _collate(dtype: torch.dtype, is_channels_last: bool, num_classes: int, samples: Any) -> Any:
     """Return the tensors that were read: images in `dtype`, masks in the least integer type."""
     if isinstance(samples, ConfigError):
         return samples
@@ -422,17 +538,17 @@ def _collate(dtype: torch.dtype, is_channels_last: bool, samples: Any) -> Any:
         is_last = is_channels_last and images.dim() == 4
         form = torch.channels_last if is_last else torch.preserve_format
         images = images.to(dtype, memory_format=form)
-    return images, None if labels is None else compact(labels)
+    return images, None if labels is None else compact(labels, num_classes)
 
 
-def compact(labels: Tensor) -> Tensor:
-    """Return masks in the smallest integer type that can hold them.
+def compact(labels: Tensor, num_classes: int) -> Tensor:
+    """Return masks in the smallest integer type that can hold them and all classes.
 
-    This saves device memory, since the masks of a whole step are on the device at once.
+    This saves device memory, since the masks of a whole step may be on the device at once.
     """
     if labels.ndim < 3 or labels.is_floating_point() or not labels.numel():
         return labels
-    most = int(labels.abs().max())
+    most = max(int(labels.abs().max()), num_classes - 1)
     return labels.to(next(kind for kind in _INTEGERS if most <= torch.iinfo(kind).max))
 
 

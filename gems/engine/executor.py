@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from gems.losses.summed import SummedLoss
 from gems.runs.heartbeat import Heartbeat
 from gems.schedule.action import Action, Kind
 from gems.schedule.schedule import Schedule
-from gems.streaming.block_plan import Box
+from gems.streaming.block_plan import Box, is_empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,17 @@ class Batch:
     fewer labels than samples: the last samples are ignored. If `rows` is given, it returns the rows
     of each strip in place of images, in the order of the schedule; its second argument says whether
     the strip is run again. If the images of a micro-batch are on their way to the device, `arrive`
-    is called before they are read.
+    is called before they are read. If `masks` is given, it returns the part of the masks that the
+    loss of a strip takes, as `rows` does, and `labels` have the shapes of masks only; `windows`
+    gives the parts of all masks before, if these determine the weight of the step.
     """
 
     images: Mapping[int, Tensor]
     labels: Mapping[int, Tensor]
     rows: Callable[[int, bool], Tensor] | None = None
     arrive: Callable[[int], object] | None = None
+    masks: Callable[[int, bool], Tensor] | None = None
+    windows: Callable[[], Iterable[Tensor]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,6 @@ class _Task(NamedTuple):
     ends_in_loss: bool
     is_split: bool
     is_run_again: bool
-    part: Box | None  # of the maps of labels, if not all of them
 
 
 class Executor:
@@ -158,11 +161,12 @@ class Executor:
         self._step = step
         self._sums = LossSums()
         if self._training is not None:
-            self._weight = self._training.step_weight(batch.labels)
+            self._weight = self._training.step_weight(batch.labels, batch.windows)
         self._recorder.begin_step(step)
         if self._training is not None:
             self._training.update.begin()
-        maps = [labels for labels in batch.labels.values() if labels.ndim > 2]
+        held_labels = () if batch.masks is not None else batch.labels.values()
+        maps = [labels for labels in held_labels if labels.ndim > 2]
         self._samples.set_bytes(tensor_bytes([*batch.images.values(), *maps]))
         try:
             self._loop.run(step)
@@ -184,11 +188,25 @@ class Executor:
         for stage in self.stages.values():
             stage.gives_parts = all(metric.takes_parts for metric in metrics)
 
+    def map_parts(self) -> list[Box] | None:
+        """Return the parts of maps whose losses or metrics this rank computes, by strip.
+
+        Return None if it computes none, or those of whole maps.
+        """
+        ends = [task for task in self._tasks.values() if task.ends_in_loss]
+        by_strip = {
+            task.micro_batch % self.schedule.num_strips: task.segment.part_of(task.micro_batch)
+            for task in ends
+        }
+        boxes = [box for _, box in sorted(by_strip.items()) if box is not None]
+        return boxes or None
+
     def _forward(self, action: Action) -> None:
         task = self._tasks[action]
         segment, micro_batch = task.segment, task.micro_batch
-        loss = self._loss(task)
         inputs = [self._inputs(action)]
+        labels = self._labels(action)
+        loss = self._loss(task, labels)
         if not action.segment and self.schedule.inputs_leave(*action[1:4]):
             self._channels.hand_over(inputs[0])
         self._begin_draws(task)
@@ -203,6 +221,7 @@ class Executor:
         if loss is None:
             self.router.put(action, outputs)
         self.router.input_rows.count_bytes(-row_bytes)
+        self._drop_labels(labels)
         self.activations.count_bytes(segment.brought_bytes(micro_batch))
         self._count_between_segments()
         self._recorder.compute(action, start)
@@ -210,9 +229,11 @@ class Executor:
     def _recompute(self, action: Action) -> None:
         task = self._tasks[action]
         rows = [self._read_rows(action)] if self._reads_rows(action) else ()
+        labels = self._labels(action)
         self._begin_draws(task)
         start = self._recorder.timestamp()
-        task.segment.recompute(task.micro_batch, self._loss(task, is_counted=False), rows)
+        task.segment.recompute(task.micro_batch, self._loss(task, labels, is_counted=False), rows)
+        self._drop_labels(labels)
         self._recorder.compute(action, start)
 
     def _backward(self, action: Action) -> None:
@@ -253,8 +274,10 @@ class Executor:
         if action.stage != self._last_stage:
             self.router.put(action, copy_shared(as_tuple(output), inputs))
         elif output is not None:  # in strips, the last strip may give the output of the image
-            part = task.segment.part_of(task.micro_batch)
-            self._measure(output, part_of_maps(self._batch.labels[task.whole], part))
+            labels = self._labels(action)
+            assert labels is not None
+            self._measure(output, labels)
+            self._drop_labels(labels)
         self.router.release(inputs, action)
         self._recorder.compute(action, start)
 
@@ -294,25 +317,42 @@ class Executor:
         stage, micro_batch, segment = action.stage, _micro_batch(action), action.segment
         place = stage, micro_batch, action.direction, segment
         ends = stage == self._last_stage and segment == self.schedule.last_segment(stage)
-        runs = self._segments[action.direction, stage, segment]
         return _Task(
-            runs,
+            self._segments[action.direction, stage, segment],
             micro_batch,
             micro_batch // self.schedule.num_strips,
             ends_in_loss=ends,
             is_split=self.schedule.has(Kind.I, *place),
             is_run_again=self.schedule.has(Kind.R, *place),
-            part=runs.part_of(micro_batch) if ends else None,
         )
 
-    def _loss(self, task: _Task, is_counted: bool = True) -> Loss | None:
+    def _labels(self, action: Action) -> Tensor | None:
+        """Return the labels of the outputs of an action at the end of the model."""
+        task = self._tasks[action]
+        if not task.ends_in_loss:
+            return None
+        part = task.segment.part_of(task.micro_batch)
+        masks = self._batch.masks
+        if masks is None or part is None or is_empty(part):
+            return part_of_maps(self._batch.labels[task.whole], part)
+        start_ns = time.perf_counter_ns()
+        labels = masks(task.micro_batch, action.kind is Kind.R)
+        self._recorder.waited(self._step, start_ns, time.perf_counter_ns(), action)
+        self._samples.count_bytes(labels.nbytes)
+        return labels
+
+    def _drop_labels(self, labels: Tensor | None) -> None:
+        """Count labels that `_labels` has read as dropped."""
+        if labels is not None and self._batch.masks is not None:
+            self._samples.count_bytes(-labels.nbytes)
+
+    def _loss(self, task: _Task, labels: Tensor | None, is_counted: bool = True) -> Loss | None:
         """Return the loss function of a micro-batch at the end of the model.
 
         Recomputation counts no metrics.
         """
-        if not task.ends_in_loss:
+        if labels is None:
             return None
-        labels = part_of_maps(self._batch.labels[task.whole], task.part)
         assert self._training is not None
         loss = self._training.loss
         if is_counted:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from gems.config.training import captures_graphs
+from gems.engine.batch_loader import MaskParts
 from gems.engine.device import DTYPES, seed_generators, use_own_stream
 from gems.engine.executor import Executor, Training
 from gems.engine.optimization.update import Update
@@ -107,6 +108,12 @@ class Rank:
     def update(self) -> Update:
         """Return what changes the weights at the end of a step."""
         return self.training.update
+
+    def mask_parts(self, executor: Executor) -> MaskParts | None:
+        """Return the parts of masks that the strips of an executor of this rank take, if any."""
+        boxes = executor.map_parts()
+        loss = self.training.loss
+        return None if boxes is None else MaskParts(boxes, not (loss.is_sum or loss.is_constant))
 
     def has_in_evaluation(self, stage: int) -> bool:
         """Return whether this rank has `stage` in the direction used for evaluation."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,16 +27,19 @@ class StepWeight:
         self.mine = 0.0  # weight of this rank's own labels
         self._constant: dict[tuple[torch.Size, ...], float] = {}
 
-    def __call__(self, labels: Mapping[int, Tensor]) -> float:
+    def __call__(
+        self, labels: Mapping[int, Tensor], windows: Callable[[], Iterable[Tensor]] | None = None
+    ) -> float:
         """Return the divisor for the sums of a step, given this rank's labels by micro-batch.
 
+        If `windows` is given, it gives the labels part by part, one at a time.
         If the divisor depends on the labels, the call is collective over the ranks that read
         labels. Other ranks get 1.
         """
         self.mine = 0.0
         if not labels:
             return 1.0
-        self.mine = self._weigh(labels.values())
+        self.mine = self._weigh(labels.values()) if windows is None else self._sum(windows())
         if self._loss.is_sum:
             return 1.0
         if self._loss.is_constant:
@@ -51,11 +54,10 @@ class StepWeight:
         shapes = tuple(micro_batch_labels.shape for micro_batch_labels in labels)
         if shapes in self._constant:
             return self._constant[shapes]
-        weight = float(
-            torch.stack(
-                [self._loss.weight(micro_batch_labels) for micro_batch_labels in labels]
-            ).sum()
-        )
+        weight = self._sum(labels)
         if self._loss.is_constant:
             self._constant[shapes] = weight
         return weight
+
+    def _sum(self, labels: Iterable[Tensor]) -> float:
+        return float(torch.stack([self._loss.weight(part) for part in labels]).sum())

@@ -90,7 +90,9 @@ class TrainingRun(SteppedRun):
         self._restore()
         part.set_attributes(self.start.attributes() | measure_offset(rank.comm, "clock"))
         spec = rank.plan.spec
-        self.loader = BatchLoader.open(rank.plan, rank.comm, rank.device, self.start.step)
+        self.loader = BatchLoader.open(
+            rank.plan, rank.comm, rank.device, self.start.step, rank.mask_parts(rank.train)
+        )
         manifest = self.start.manifest(rank.plan, layer_owners(rank))
         control = rank.connections.control
         self.saver = Saver(folder, spec.train, control, manifest, heartbeat, RankState(rank), stop)

@@ -114,13 +114,15 @@ class BetweenStrips:
     """What a rank holds of its images between strips.
 
     What the next one is left, or its gradient on the way back. If rows of images are read by strip,
-    the first stage also holds those of the strips that still read them.
+    the first stage also holds those of the strips that still read them, and if masks are, the last
+    stage that of the strip that runs.
     """
 
     def __init__(self, strips: StripProfile, schedule: Schedule) -> None:
         self._strips = strips
         self._schedule = schedule
         self._num = strips.num_strips
+        self._last_stage = len(strips.stages) - 1
         self._held: dict[tuple[int, int, int], tuple[int, int]] = {}  # activations, and gradients
 
     def act(self, action: Action) -> Change:
@@ -141,24 +143,44 @@ class BetweenStrips:
         elif kind in (Kind.B, Kind.I):
             after = 0, (of_stage[strip].carried_back + of_stage[-1].loss_gradient) * (strip > 0)
         else:
-            return self._read(action, of_stage[strip].given, Change())
+            return self._read(action, strip, Change())
         self._held[key] = after
         counted = before[1] - of_stage[-1].loss_gradient * (before[1] > 0)
         change = Change(after[0] - before[0], sum(after) - sum(before), counted)
-        return self._read(action, of_stage[strip].given, change)
+        return self._read(action, strip, change)
 
-    def _read(self, action: Action, rows: int, change: Change) -> Change:
-        """Return a change with the rows that the first stage reads, and drops or keeps."""
+    def _read(self, action: Action, strip: int, change: Change) -> Change:
+        """Return a change with the rows that are read, and dropped or kept."""
         kind = action.kind
+        is_read = kind in (Kind.F, Kind.R)
+        if self._strips.reads_masks and action.stage == self._last_stage and is_read:
+            mask_bytes = self._strips.masks[strip]
+            change = change._replace(counted_bytes=change.counted_bytes - mask_bytes)
         if action.stage or not self._strips.reads_rows:
             return change
-        is_read = kind in (Kind.F, Kind.R)
+        rows = self._strips.stages[0][strip].given
         is_read_again = kind is Kind.F and self._schedule.has(Kind.R, *action[1:])
         is_done = kind in (Kind.B, Kind.W)
         return change._replace(
             device_bytes=change.device_bytes + rows * (is_read - is_read_again - is_done),
             counted_bytes=change.counted_bytes - rows * is_read,
         )
+
+
+def held_masks(strips: StripProfile, schedule: Schedule, rank: int, has_slots: bool) -> int:
+    """Return the bytes of masks that a rank holds throughout a step.
+
+    Those of all micro-batches that end there, unless masks are read by strip. Beside the slots of
+    CUDA graphs, that is counted as the largest part.
+    """
+    last = schedule.num_stages - 1
+    ends = [way for way, stage in schedule.placement.stages_on(rank) if stage == last]
+    if not ends or not strips.masks:
+        return 0
+    if strips.reads_masks:
+        return max(strips.masks) * has_slots
+    directions = list(schedule.whole_directions().values())
+    return sum(strips.masks) * sum(map(directions.count, ends))
 
 
 def slot_bytes(strips: StripProfile, stage: int, is_split: bool) -> int:

@@ -24,6 +24,7 @@ from gems.memory.strips import (
     BetweenStrips,
     Change,
     boundary_sizes,
+    held_masks,
     in_passing,
     shared_slot_bytes,
     slot_bytes,
@@ -126,6 +127,8 @@ def rank_timeline(
         activations, first, device = _grown(changes, slots, schedule, strips)
         states = dict.fromkeys(states, repeat(State()))  # everything is in slots
         between = None
+    if strips is not None:
+        device += held_masks(strips, schedule, rank, has_slots)
     last: dict[MicroBatchKey, State] = {}
     outside_bytes = outside()
     points = []

@@ -21,12 +21,18 @@ from typing import Any
 
 import gems
 from gems.config.schema import MachineConfig, ProfileConfig
-from gems.data import reads_rows
+from gems.data import reads_mask_rows, reads_rows
 from gems.errors import ConfigError
 from gems.models import layers_of, stride_of
 from gems.profile.model_profile import LIBRARY_BYTES, TIMES, ModelProfile
 from gems.profile.pace import RunPace
-from gems.profile.strip_profile import STRIP_SHARES, STRIPS_OVER_WHOLE, StripProfile, StripWork
+from gems.profile.strip_profile import (
+    SCHEMA,
+    STRIP_SHARES,
+    STRIPS_OVER_WHOLE,
+    StripProfile,
+    StripWork,
+)
 from gems.profile.subject import Subject
 from gems.profile.work import ModelWork
 from gems.utils.cache import cached, keep_cached, read_cached
@@ -352,7 +358,11 @@ def strips_of(subject: Subject, boundaries: Sequence[int]) -> StripProfile:
     """
     cut = replace(subject, parallel=replace(subject.parallel, boundaries=list(boundaries)))
     strips = StripProfile.from_json(_strips_taken(cut, STRIPS_TAKER, "stages"))
-    return replace(strips, reads_rows=reads_rows(subject.data))
+    return replace(
+        strips,
+        reads_rows=reads_rows(subject.data),
+        reads_masks=len(strips.masks) > 1 and reads_mask_rows(subject.data),
+    )
 
 
 def strip_work(subject: Subject) -> StripWork:
@@ -371,6 +381,7 @@ def _strips_taken(subject: Subject, taker: str, wanted: str) -> dict[str, Any]:
     known = {**subject.layers, **_on_fake(subject, _ON_STRIPS), "profiler": PROFILER, **versions()}
     loss = subject.loss
     # the loss decides whether strips keep their outputs for it
+    known["schema"] = SCHEMA
     known["loss"] = asdict(loss), loss.target and source_of(loss.target, loss.path)
     key = json.dumps([taker, known], sort_keys=True, default=str)
     return cached(subject.cache_dir, "strips", key, lambda: take_profile(subject, taker, wanted))

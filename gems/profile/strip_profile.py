@@ -76,12 +76,16 @@ class StripBytes:
 class StripProfile:
     """The strips of each stage, first to last, of a model that is cut at `boundaries`.
 
-    If ranks read images strip by strip (`reads_rows`), they never hold a whole one.
+    If ranks read images strip by strip (`reads_rows`), they never hold a whole one. `masks` are the
+    bytes of the parts of masks that the losses of strips take, or those of whole masks if the loss
+    follows the last strip; with `reads_masks` the parts are read with their strips.
     """
 
     boundaries: tuple[int, ...]
     stages: tuple[tuple[StripBytes, ...], ...]
     reads_rows: bool = False
+    masks: Sizes = ()
+    reads_masks: bool = False
 
     @property
     def num_strips(self) -> int:
@@ -108,7 +112,7 @@ class StripProfile:
             return StripBytes(**fields)
 
         stages = tuple(tuple(map(read, stage)) for stage in document["stages"])
-        return cls(tuple(document["boundaries"]), stages)
+        return cls(tuple(document["boundaries"]), stages, masks=tuple(document["masks"]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 import h5py
 import numpy as np
+import PIL.Image
 import pytest
 import tifffile
 
@@ -300,15 +301,16 @@ def test_memory_of_a_tiff_file_does_not_grow_with_the_height(tmp_path: Path) -> 
     assert max(peaks) < 1.1 * min(peaks) + 20_000 and max(peaks) < 3 * 2048 * 256 * 4 / 8
 
 
-def peak_bytes(dataset: Dataset, rows: int) -> int:
-    """Return the most that reading an image of `rows` rows a strip held at once."""
-    dataset.rows("validation", 0, 0, 0, 1)  # opens the file
+def peak_bytes(dataset: Dataset, rows: int, read: Any = None) -> int:
+    """Return the most that reading an image, or a mask, of `rows` rows a strip held at once."""
+    read = dataset.rows if read is None else read
+    read("validation", 0, 0, 0, 1)  # opens the file
     gc.collect()
     # a collection looks through what the reading leaves, and not through what all tests before left
     gc.freeze()
     tracemalloc.start()
     for first in range(0, dataset.shape[1], rows):
-        dataset.rows("validation", 0, 0, first, first + rows)
+        read("validation", 0, 0, first, first + rows)
         gc.collect()  # what tifffile leaves of a file that was closed
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -327,3 +329,125 @@ def test_memory_does_not_grow_with_the_height(library: str, tmp_path: Path) -> N
         )
     whole = 3 * 16 * TILE[0] * 256 * 4
     assert max(peaks) < 1.1 * min(peaks) + 10_000 and max(peaks) < whole / 8
+
+
+def check_masks(dataset: Dataset) -> None:
+    """Compare the strips and a block of a mask with the whole, in all the ways that it is turned."""
+    ends = even_ends(dataset.shape[1], 6)
+    for split, draws in (("train", range(24)), ("validation", range(1))):
+        assert dataset.reads_mask_rows(split)
+        for draw in draws:
+            whole = np.asarray(dataset.label(split, 0, draw))
+            parts = [dataset.mask_rows(split, 0, draw, *span) for span in pairwise((0, *ends))]
+            np.testing.assert_array_equal(np.concatenate(parts), whole)
+            columns = (3, dataset.shape[-1] - 2)
+            block = dataset.mask_rows(split, 0, draw, *(ends[1], ends[3]), *inner(dataset, columns))
+            np.testing.assert_array_equal(block, whole[ends[1] : ends[3], ..., slice(*columns)])
+        assert len(np.unique(whole)) > 1
+
+
+def inner(dataset: Dataset, columns: tuple[int, int]) -> list[tuple[int, int]]:
+    """Return the ranges of the axes after the first, with some of the columns."""
+    return [*((0, side) for side in dataset.shape[2:-1]), columns]
+
+
+def masked(folder: Path, options: dict[str, Any], suffix: str = "tif", **changes: Any) -> Dataset:
+    """Open three TIFF images with gaps in their middle, and masks of values 0, 7 and 9."""
+    for number, place in enumerate(("images", "masks", "images", "masks")):
+        path = folder / ("train", "validation")[number // 2] / place
+        path.mkdir(parents=True)
+        if place == "images":
+            pixels = COLOUR.copy()
+            pixels[30:50, 20:60] = 255
+            tifffile.imwrite(path / "x.tif", pixels, **TILES)
+        elif suffix == "tif":
+            tifffile.imwrite(path / f"x.{suffix}", (GREY_SQUARE % 3 + 7) % 9, **options)
+        else:
+            PIL.Image.fromarray(GREY_SQUARE % 3).save(path / f"x.{suffix}")
+    fields: dict[str, Any] = {"height_px": 101, "width_px": 101, "task": "segmentation"}
+    fields |= {"num_classes": 2, "normalization": "fixed", "class_map": {"7": 0, "8": 1}}
+    return open_dataset(DataConfig(name="masks", path=str(folder), **fields | changes), 0)
+
+
+GREY_SQUARE = RANDOM.integers(0, 250, (101, 101), np.uint8)
+SMALL_TILES = {"tile": (16, 32), "compression": "zlib"}
+
+
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        (SMALL_TILES, {"ignore_label": 0, "class_map": {"7": 0, "8": 1}}),
+        ({}, {"nodata": 255, "num_classes": 9, "class_map": {}}),
+        (SMALL_TILES | {"extratags": [(42113, "s", 2, "8", True)]}, {"class_map": {"7": 1}}),
+    ],
+)
+def test_of_masks_are_those_of_the_whole(
+    tmp_path: Path, options: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    dataset = masked(tmp_path, options, **changes)
+    check_masks(dataset)
+    dataset.examine("train", 0)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("options", "suffix", "changes"),
+    [
+        (SMALL_TILES, "png", {}),
+        ({"rowsperstrip": 101, "compression": "zlib"}, "tif", {}),
+        (SMALL_TILES, "tif", {"transform": "torch.nn.Identity"}),
+    ],
+)
+def test_masks_that_are_read_whole(
+    tmp_path: Path, options: dict[str, Any], suffix: str, changes: dict[str, Any]
+) -> None:
+    dataset = masked(tmp_path, options, suffix, **changes, num_classes=9, class_map={})
+    assert not dataset.reads_mask_rows("train")
+    whole = dataset.label("validation", 0)
+    np.testing.assert_array_equal(dataset.mask_rows("validation", 0, 0, 7, 20), whole[7:20])
+
+
+@pytest.mark.parametrize("shape", [(101, 60), (1, 101, 60), (101, 60, 1)])
+@pytest.mark.parametrize("chunk", [None, 8, 101])
+def test_of_hdf5_masks_are_those_of_the_whole(
+    tmp_path: Path, shape: tuple[int, ...], chunk: int | None
+) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["images"] = np.stack([GREY] * 4)
+        chunks = chunk and (1, *(chunk if side == 101 else side for side in shape))
+        file.create_dataset(
+            "labels", data=np.stack([GREY.reshape(shape) % 3] * 4), chunks=chunks or None
+        )
+    fields: dict[str, Any] = {"height_px": 101, "width_px": 60, "channels": 1, "num_classes": 3}
+    fields |= {"image_key": "images", "label_key": "labels", "normalization": "fixed"}
+    data = DataConfig(name="hdf5", path=str(tmp_path / "x.h5"), task="segmentation", **fields)
+    dataset = open_dataset(data, 0)
+    if chunk == 101:
+        assert not dataset.reads_mask_rows("train") and dataset.reads_rows("train")
+    else:
+        check_masks(dataset)
+
+
+@pytest.mark.parametrize("depth", [None, 12])
+def test_of_synthetic_masks_are_those_of_the_whole(depth: int | None) -> None:
+    fields: dict[str, Any] = {"height_px": 40, "width_px": 40, "depth_px": depth, "num_classes": 3}
+    dataset = open_dataset(DataConfig(name="synthetic", task="segmentation", **fields), 0)
+    for split in ("train", "validation"):
+        whole = dataset.label(split, 1, 5)
+        np.testing.assert_array_equal(
+            dataset.mask_rows(split, 1, 5, 2, 9, *inner(dataset, (4, 11))), whole[2:9, ..., 4:11]
+        )
+
+
+def test_memory_of_a_mask_does_not_grow_with_its_height(tmp_path: Path) -> None:
+    peaks = []
+    for height in (256, 2048):
+        folder = tmp_path / str(height)
+        for split in ("train", "validation"):
+            for name, values in (("images", noise(0, height, 256)), ("masks", None)):
+                (folder / split / name).mkdir(parents=True)
+                pixels = np.zeros((height, 256), np.uint8) if values is None else values
+                tifffile.imwrite(folder / split / name / "x.tif", pixels, tile=(64, 64))
+        fields: dict[str, Any] = {"height_px": height, "width_px": 256, "task": "segmentation"}
+        dataset = open_dataset(DataConfig(name="masks", path=str(folder), **fields), 0)
+        peaks.append(peak_bytes(dataset, 64, dataset.mask_rows))
+    assert max(peaks) < 1.1 * min(peaks) + 20_000 and max(peaks) < 2048 * 256 * 8 / 7

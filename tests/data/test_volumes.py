@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,15 @@ def test_masks_follow_their_volumes_and_what_is_padded_is_ignored(tmp_path: Path
     assert image.shape == (1, 8, 5, 10)
     assert (mask[[0, -1]] == -1).all()
     np.testing.assert_array_equal(mask[1:-1] == 1, image[0, 1:-1] > 0.25)
+    assert not dataset.reads_mask_rows("train")
+    for path in list(tmp_path.rglob("*.gz")):
+        path.with_suffix("").write_bytes(gzip.decompress(path.read_bytes()))
+        path.unlink()
+    dataset = open_dataset(DataConfig(name="volume", **keys, nodata=0), 0)
+    assert dataset.reads_mask_rows("train")
+    for draw in range(8):
+        part = dataset.mask_rows("train", 0, draw, 1, 7, (2, 5), (1, 6))
+        np.testing.assert_array_equal(part, dataset.label("train", 0, draw)[1:7, 2:5, 1:6])
     with pytest.raises(ConfigError, match=r"set data\.task=segmentation"):
         check_data(DataConfig(name="volume", **{**keys, "task": None}))
 

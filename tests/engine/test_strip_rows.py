@@ -12,7 +12,7 @@ import torch
 from gems.autograd.storages import tensor_bytes
 from gems.config.schema import DataConfig, ModelConfig, RunSpec
 from gems.data import open_dataset
-from gems.engine.batch_loader import BatchLoader, ReadShare
+from gems.engine.batch_loader import BatchLoader, ReadShare, StripRead
 from gems.engine.evaluation.measure import evaluate
 from gems.engine.executor import Batch
 from gems.engine.rank import Rank
@@ -27,6 +27,7 @@ STRIPS = 3
 MICRO_BATCHES = 2
 # as a zig-zag of two micro-batches would take them
 ORDER = (0, 3, 1, 4, 2, 5)
+IN_ORDER = [StripRead(strip, False) for strip in range(STRIPS * MICRO_BATCHES)]
 
 
 def strip_spec(height: int = 20, strips: int | list[int] = STRIPS, **changes: Any) -> RunSpec:
@@ -48,7 +49,9 @@ def loader(
     spec: RunSpec, order: tuple[int, ...], first_step: int = 0, is_run_again: bool = False
 ) -> BatchLoader:
     dataset = open_dataset(spec.data, spec.seed)
-    strips = [(strip, again) for strip in order for again in (False, True)[: 1 + is_run_again]]
+    strips = [
+        StripRead(strip, again) for strip in order for again in (False, True)[: 1 + is_run_again]
+    ]
     return BatchLoader(spec, dataset, ReadShare(0, (0, 1), (1,), strips), CPU, first_step)
 
 
@@ -86,11 +89,11 @@ def test_the_loader_gives_the_rows_of_the_images(changes: dict[str, Any]) -> Non
             assert torch.equal(rows_of(resumed.batch(2))[5], again[5])
     for kind in (False, True):
         of_whole = list(whole.validation(MICRO_BATCHES, True, kind))
-        of_strips = list(found.validation(MICRO_BATCHES, True, kind, STRIPS))
+        of_strips = list(found.validation(MICRO_BATCHES, True, kind, IN_ORDER))
         assert len(of_whole) == len(of_strips) == 2
     for one, other in zip(
         whole.validation(MICRO_BATCHES, True, True),
-        found.validation(MICRO_BATCHES, True, True, STRIPS),
+        found.validation(MICRO_BATCHES, True, True, IN_ORDER),
         strict=True,
     ):
         rows = rows_of(other, tuple(range(MICRO_BATCHES * STRIPS)))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from gems.config.schema import DataConfig
 from gems.data.dataset import NO_LABEL
 from gems.data.files.formats import is_tiff, readable
-from gems.data.files.tiff import NODATA_TAG, part_type, read_tiff, sides_of, tag_of
+from gems.data.files.tiff import NODATA_TAG, Part, part_type, read_tiff, sides_of, tag_of
 from gems.data.files.values import Values, as_nodata, checked, fitted, have_one_shape
 from gems.errors import ConfigError
 
@@ -112,14 +112,32 @@ def read_mask(path: Path, data: DataConfig, image: Path) -> NDArray[Any]:
         if picture.format == "JPEG" and (count := len(np.unique(mask))) > data.num_classes:
             text = f"has {count} values, as compression to JPEG changes the numbers of a mask"
             raise ConfigError("data.path", path, text, "make the masks again, as PNG")
-        nodata = _nodata_of(picture)
-        if (
-            nodata is not None
-            and f"{nodata:g}" not in data.class_map
-            and nodata not in range(data.num_classes)
-        ):
-            mask[mask == nodata] = NO_LABEL
-        return mask
+        return _without_nodata(mask, _nodata_of(picture), data)
+
+
+def gives_mask_parts(path: Path, data: DataConfig) -> bool:
+    """Return whether `read_mask_part` can read parts of a mask with less memory than the whole."""
+    if path.suffix.lower() not in TIFF_SUFFIXES:
+        return False
+    dtype = part_type(path, data.page, 1, (data.height_px, data.width_px))
+    return dtype is not None and bool(dtype.kind == "u")
+
+
+def read_mask_part(path: Path, data: DataConfig, part: Part) -> NDArray[Any]:
+    """Read a part, rows and columns, of the mask that `read_mask` returns, for such files."""
+    values = read_tiff(path, data.page, 1, part)[0].astype(np.int64)
+    return _without_nodata(values, as_nodata(tag_of(path, data.page, NODATA_TAG)), data)
+
+
+def _without_nodata(mask: NDArray[Any], nodata: float | None, data: DataConfig) -> NDArray[Any]:
+    """Return a mask with NO_LABEL for the file's nodata value, unless this is a class number."""
+    if (
+        nodata is not None
+        and f"{nodata:g}" not in data.class_map
+        and nodata not in range(data.num_classes)
+    ):
+        mask[mask == nodata] = NO_LABEL
+    return mask
 
 
 def read_nodata(path: Path, data: DataConfig) -> float | None:

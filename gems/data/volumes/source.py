@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from gems.config.schema import DataConfig
-from gems.data.dataset import NO_LABEL, Box, Label, Split, as_label
+from gems.data.dataset import NO_LABEL, Box, Label, Split, Tokens, as_mask
 from gems.data.files.paths import SPLIT_NAMES, data_folder, folders_in, split_folders
 from gems.data.files.values import Values, as_nodata, checked
 from gems.data.images import KEYS, ImageDataset, image_source, stamps
@@ -112,7 +112,7 @@ class VolumeDataset(ImageDataset):
         """
         for box in self.bands():
             self.part(split, index, box)
-        self._label(split, index)
+        self._examine_label(split, index)
 
     def nodata(self, split: Split, index: int) -> float | None:
         """Return data.nodata."""
@@ -148,19 +148,29 @@ class VolumeDataset(ImageDataset):
     def _whole(self) -> Box:
         return Box(*(slice(0, side) for side in self.shape[1:]))
 
+    def reads_mask_rows(self, split: Split) -> bool:
+        """Return whether parts of all volumes and masks can be read."""
+        if not self._is_masked or not self.reads_rows(split):
+            return False
+        masks = (mask for _, mask in self._samples[split] if isinstance(mask, Path))
+        return all(self._volume(mask, 0).gives_parts for mask in masks)
+
     def _label(self, split: Split, index: int) -> Label:
+        mask = self._samples[split][index][1]
+        return self._mask(split, index, self._whole) if isinstance(mask, Path) else mask
+
+    def _mask(self, split: Split, index: int, box: Box) -> Tokens:
         path, mask = self._samples[split][index]
-        if not isinstance(mask, Path):
-            return mask
+        assert isinstance(mask, Path)
         stored = self._volume(mask, 0)
         shape = self._volume(path).shape
         if stored.shape != shape or stored.channels != 1:
             text = f"{mask} has {stored.channels} x {stored.shape} voxels, and its volume {shape}"
             raise ConfigError("data.path", self.config.path, text, "give both the same voxels")
-        values = middle(stored, self.shape[1:], self._whole, NO_LABEL)[0]
+        values = middle(stored, self.shape[1:], box, NO_LABEL)[0]
         numbers = mapped(values, self.config.class_map)
-        label = as_label(numbers, self.config, "segmentation", str(mask))
-        return self._without_nodata(label, split, index)
+        classes = as_mask(numbers, self.config, str(mask))
+        return cast(Tokens, self._without_nodata(classes, split, index, box))
 
     def _volume(self, path: Path, order: int = 1) -> StoredVolume:
         """Return an opened volume, or with `order` 0 a mask, turned and resampled."""

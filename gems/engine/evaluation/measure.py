@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from gems.data import task_of
-from gems.engine.batch_loader import BatchLoader
+from gems.engine.batch_loader import BatchLoader, strip_reads
 from gems.engine.evaluation.chosen_metrics import open_metrics
 from gems.engine.evaluation.metrics import Metric, Values, compute, metrics_of
 from gems.engine.rank import Rank
@@ -54,7 +54,8 @@ def measure(
         executor.schedule.num_whole,
         rank.has_in_evaluation(0),
         rank.has_in_evaluation(executor.schedule.num_stages - 1),
-        executor.schedule.num_strips,
+        strip_reads(executor.schedule, executor.rank),
+        rank.mask_parts(executor),
     )
     with torch.no_grad(), rank.update.averaged():
         for batch in batches:

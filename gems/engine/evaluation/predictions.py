@@ -123,7 +123,7 @@ def evaluate_run(folder: RunFolder, comm: Comm, device: torch.device) -> dict[st
     restore(rank, Path(str(plan.spec.train.initial_checkpoint)))
     request = read_json(folder.path / REQUEST_JSON)
     view = Numbered if request else None
-    with closing(BatchLoader.open(plan, comm, device, plan.spec.train.steps, view)) as loader:
+    with closing(BatchLoader.open(plan, comm, device, plan.spec.train.steps, view=view)) as loader:
         if request:
             return write_predictions(rank, loader, request)
         return evaluate(rank, loader)

@@ -125,7 +125,8 @@ def compare(plan: RankPlan, comm: Comm, device: torch.device) -> Verification:
             nudged = UnsplitTraining(plan, device, norm_ends, is_nudged=True)
     comparison = Comparison(rank)
     rank.stages.set_training(True)
-    with closing(BatchLoader.open(plan, comm, device)) as loader:
+    masks = rank.mask_parts(rank.train)
+    with closing(BatchLoader.open(plan, comm, device, masks=masks)) as loader:
         for step in range(plan.spec.train.steps):
             rank.train.run(step, loader.batch(step))
             reference_values = None if reference is None else reference.step(step)

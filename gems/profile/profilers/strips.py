@@ -7,6 +7,7 @@ parallel.boundaries, and prints its strip profile.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -22,6 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gems.autograd.cuts import Cut, begin
 from gems.autograd.outputs import tensors_in
 from gems.autograd.split_backward.deferred import DeferredGradients
+from gems.data import task_of
 from gems.errors import ConfigError
 from gems.losses.summed import SummedLoss
 from gems.models import Layer, layers_of
@@ -65,6 +68,7 @@ def take(subject: Subject) -> StripProfile:
         (seen, subject.machine.device, subject.optimizer.frozen, subject.parallel.strips_until)
     )
     stages = []
+    parts = None
     for first, end in pairwise(boundaries):
         until = until_in(names[first:end], names, subject.parallel.strips_until)
         modules, form = streaming_stage(subject, layers[first:end], passed, lab, until)
@@ -78,7 +82,20 @@ def take(subject: Subject) -> StripProfile:
             strips = _Strips(form, modules, passed, first == 0, loss, lab)
             stages.append(strips.all(_KNOWN[model, first, end, form.values]))
         passed = form.outputs
-    return StripProfile(tuple(boundaries), tuple(stages))
+    return StripProfile(tuple(boundaries), tuple(stages), masks=mask_sizes(subject, parts))
+
+
+def mask_sizes(subject: Subject, parts: Sequence[Box] | None) -> tuple[int, ...]:
+    """Return the bytes of each of the `parts` of the masks of a micro-batch, or those of all."""
+    data = subject.data
+    if task_of(data) != "segmentation":
+        return ()
+    whole = tuple((0, side) for side in data.sides_px)
+    pixel_bytes = subject.parallel.micro_batch_size * np.min_scalar_type(-data.num_classes).itemsize
+    return tuple(
+        pixel_bytes * math.prod(max(0, end - begin) for begin, end in (*box, *whole[len(box) :]))
+        for box in (parts or (whole,))
+    )
 
 
 def parts_with_loss(subject: Subject, form: StripStage) -> tuple[Box, ...] | None:
