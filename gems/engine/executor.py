@@ -276,18 +276,21 @@ class Executor:
         elif output is not None:  # in strips, the last strip may give the output of the image
             labels = self._labels(action)
             assert labels is not None
-            self._measure(output, labels)
+            self._measure(output, labels, task.segment.part_of(task.micro_batch))
             self._drop_labels(labels)
         self.router.release(inputs, action)
         self._recorder.compute(action, start)
 
-    def _measure(self, output: Any, labels: Tensor) -> None:
+    def _measure(self, output: Any, labels: Tensor, part: Box | None) -> None:
         if not len(labels):
             return
         known = map_tensors(lambda tensor: tensor[: len(labels)], output)
         labels = labels if labels.is_floating_point() else labels.long()
         for metric in self._metrics:
-            metric.update(known, labels)
+            if part is None:
+                metric.update(known, labels)
+            else:
+                metric.update_part(known, labels, part)
 
     def _still_read(self, action: Action) -> set[int]:
         """Return the addresses of storages that later weight gradients of the stage will read."""

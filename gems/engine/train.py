@@ -97,7 +97,7 @@ class TrainingRun(SteppedRun):
         control = rank.connections.control
         self.saver = Saver(folder, spec.train, control, manifest, heartbeat, RankState(rank), stop)
         self._monitor = Monitor(rank.device, spec.train.sample_interval_s)
-        self._picture = Predictions(rank.training.loss.scores)
+        self._picture = Predictions(rank.training.loss.scores, spec.data.sides_px)
         self._measured: Values = {}
         steps_per_epoch = max(1, self.loader.num_train // spec.parallel.global_batch)
         self._validator = Validator(

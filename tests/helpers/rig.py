@@ -188,7 +188,7 @@ class Rig:
             heartbeat,
             Training(
                 summed_loss,
-                lambda labels: labels_per_step,
+                lambda labels, windows: labels_per_step,
                 NoUpdate(),
                 lambda step, micro_batch: None,
             ),

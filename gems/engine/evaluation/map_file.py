@@ -44,7 +44,9 @@ class MapFile:
         self._tile = (*(1 for _ in self._sides[:-2]), TILE_PX, TILE_PX)
         self._open: dict[Tile, _Open] = {}
         self._spans: dict[Tile, tuple[int, int]] = {}  # in the temporary file
-        self._spool = tempfile.TemporaryFile()  # noqa: SIM115: closed by `write`
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # closed by `write`; beside the map, because other folders may be in memory
+        self._spool = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115
         self._missing = math.prod(self._sides)
         self.counts = np.zeros(num_classes, dtype=np.int64)  # of the pixels of each class
 
@@ -69,7 +71,6 @@ class MapFile:
         """Write the file of a complete map."""
         import tifffile
 
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._spool, atomic_write(self._path) as partial:
             tifffile.imwrite(
                 partial,
@@ -112,6 +113,5 @@ class MapFile:
 
 def _slices(spans: Box | list[tuple[int, int]], origin: Sequence[int]) -> tuple[slice, ...]:
     return tuple(
-        slice(begin - first, end - first)
-        for (begin, end), first in zip(spans, origin, strict=True)
+        slice(begin - first, end - first) for (begin, end), first in zip(spans, origin, strict=True)
     )

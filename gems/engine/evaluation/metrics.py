@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gems.losses.summed import Outputs, SummedLoss, first_tensor
+from gems.streaming.block_plan import Box
 
 PREFIX = "validation_"
 Scores = Callable[[Outputs], Tensor]
@@ -80,6 +81,10 @@ class Metric(ABC):
     @abstractmethod
     def update(self, outputs: Outputs, labels: Tensor) -> None:
         """Count the labels and the model's outputs of some samples."""
+
+    def update_part(self, outputs: Outputs, labels: Tensor, part: Box) -> None:
+        """Count a part of the maps of some samples, which has a range along the first axes."""
+        self.update(outputs, labels)
 
     @abstractmethod
     def compute(self) -> Values:

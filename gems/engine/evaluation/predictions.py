@@ -17,12 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gems.config.schema import DataConfig
 from gems.data import Dataset, Split, task_of
 from gems.data.dataset import Image, Tokens
 from gems.data.slide import SlideDataset
 from gems.engine.batch_loader import BatchLoader
 from gems.engine.checkpoint.state_dict import restore
 from gems.engine.evaluation.heat_map import write_heat_maps
+from gems.engine.evaluation.map_file import MapFile
 from gems.engine.evaluation.measure import evaluate, measure
 from gems.engine.evaluation.metrics import Metric, Scores, Values
 from gems.engine.rank import Rank
@@ -30,12 +32,12 @@ from gems.engine.transport.mpi import Comm, broadcast
 from gems.launch.scratch_run import REQUEST_JSON
 from gems.losses.summed import Outputs
 from gems.runs.folder import RunFolder
+from gems.streaming.block_plan import Box
 from gems.utils.atomic_io import atomic_write, distinct, read_json
 
 CSV = "predictions.csv"
 MAPS = "maps"
 HEAT_MAPS = "heat_maps"
-TILE_PX = 256  # of the files of maps; TIFF wants a multiple of 16
 
 
 class Numbered(Dataset):
@@ -81,25 +83,24 @@ class PredictionRows(Metric):
     or the pixels of each class, whose map is a file of `folder` by then.
     """
 
-    def __init__(
-        self, task: str, num_classes: int, scores: Scores, folder: Path, maps: Sequence[str]
-    ) -> None:
-        super().__init__(num_classes, scores)
-        self._task = task
+    def __init__(self, data: DataConfig, scores: Scores, folder: Path, maps: Sequence[str]) -> None:
+        super().__init__(data.num_classes, scores)
+        self._task = task_of(data)
+        self._sides = data.sides_px
         self._folder = folder
         self._maps = maps
+        self._files: dict[int, MapFile] = {}  # by sample, of maps that are not complete
+        self.takes_parts = self._task == "segmentation"
+
+    def update_part(self, outputs: Outputs, labels: Tensor, part: Box) -> None:
+        """Add a part of the maps of some samples to their files."""
+        self._add(outputs, labels, part, self._sides)
 
     def update(self, outputs: Outputs, labels: Tensor) -> None:
         """Keep the predictions of some samples, or write their maps."""
         scores = self._scores(outputs).detach()
         if self._task == "segmentation":
-            for number, one in zip(labels.tolist(), scores, strict=True):
-                classes = one[: self._num_classes].argmax(0).cpu().numpy()
-                write_map(self._folder / self._maps[number], classes, self._num_classes)
-                pixels = np.bincount(classes.ravel(), minlength=self._num_classes)
-                self.by_sample.append(
-                    torch.from_numpy(np.concatenate([[number], pixels])).double()[None]
-                )
+            self._add(outputs, labels, (), tuple(scores.shape[2:]))
             return
         scores = scores.double().reshape(len(labels), -1)
         if self._task == "classification":
@@ -111,6 +112,19 @@ class PredictionRows(Metric):
     def compute(self) -> Values:
         """Return no figure."""
         return {}
+
+    def _add(self, outputs: Outputs, labels: Tensor, part: Box, sides: Sequence[int]) -> None:
+        for number, scores in zip(labels.tolist(), self._scores(outputs).detach(), strict=True):
+            if number not in self._files:
+                path = self._folder / self._maps[number]
+                self._files[number] = MapFile(path, sides, self._num_classes)
+            file = self._files[number]
+            file.add(scores[: self._num_classes].argmax(0).cpu().numpy(), part)
+            if file.is_complete:
+                del self._files[number]
+                file.write()
+                row = np.concatenate([[number], file.counts])
+                self.by_sample.append(torch.from_numpy(row).double()[None])
 
 
 def evaluate_run(folder: RunFolder, comm: Comm, device: torch.device) -> dict[str, Any]:
@@ -148,7 +162,7 @@ def write_predictions(
     own = [samples.name_of("validation", index) for index in range(num_samples)] if samples else []
     names = broadcast(rank.comm, own)  # of rank 0, which reads samples
     maps = [f"{MAPS}/{stem}.tif" for stem in stems_of(names)] if task == "segmentation" else []
-    predictions = PredictionRows(task, spec.data.num_classes, rank.training.loss.scores, out, maps)
+    predictions = PredictionRows(spec.data, rank.training.loss.scores, out, maps)
     measure(rank, loader, [predictions])
     summary = {"num_samples": num_samples, "table": str(out / CSV)}
     if task == "segmentation":
@@ -208,23 +222,3 @@ def stems_of(names: Sequence[str]) -> list[str]:
     )
     below = (path.relative_to(common) if path.is_relative_to(common) else path for path in paths)
     return distinct(str(path.with_suffix("")) for path in below)
-
-
-def write_map(path: Path, classes: NDArray[np.int64], num_classes: int) -> None:
-    """Write a map of classes (H, W) as a tiled, compressed TIFF of the smallest sufficient type.
-
-    A map (D, H, W) of a volume becomes a page for each plane.
-    """
-    import tifffile
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    kind = np.uint8 if num_classes <= 256 else np.uint16
-    with atomic_write(path) as partial:
-        tifffile.imwrite(
-            partial,
-            classes.astype(kind),
-            photometric="minisblack",
-            tile=(TILE_PX, TILE_PX),
-            compression="zlib",
-            metadata=None,
-        )
