@@ -40,6 +40,7 @@ __all__ = [
     "kind_of",
     "num_train",
     "open_dataset",
+    "reads_bytes",
     "reads_mask_rows",
     "reads_rows",
     "resolve_data",
@@ -88,12 +89,19 @@ def reads_mask_rows(data: DataConfig) -> bool:
     return data.target is None and _reads_rows(json.dumps(asdict(data)))[1]
 
 
+def reads_bytes(data: DataConfig) -> bool:
+    """Return whether training images are stored as bytes; False if they are not here."""
+    return data.target is None and _reads_rows(json.dumps(asdict(data)))[2]
+
+
 @lru_cache(maxsize=16)
-def _reads_rows(document: str) -> tuple[bool, bool]:
+def _reads_rows(document: str) -> tuple[bool, bool, bool]:
     with contextlib.suppress(ConfigError, OSError):
         dataset = open_dataset(DataConfig(**json.loads(document)), 0)
-        return dataset.reads_rows("train"), dataset.reads_mask_rows("train")
-    return False, False
+        reads = dataset.reads_rows, dataset.reads_mask_rows, dataset.reads_bytes
+        rows, masks, of_bytes = (read("train") for read in reads)
+        return rows, masks, of_bytes
+    return False, False, False
 
 
 def class_names(data: DataConfig) -> list[str]:

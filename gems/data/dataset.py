@@ -151,6 +151,23 @@ class Dataset(ABC):
         self._write(split, index, box, upright)
         return rows
 
+    def reads_bytes(self, split: Split) -> bool:
+        """Return whether all images of a split are stored as bytes that `byte_scale` makes values."""
+        return False
+
+    def byte_scale(self) -> tuple[Image, Image]:
+        """Return the mean and deviation by which `rows` are (`byte_rows` - mean) / deviation.
+
+        Both are of shape (channels, 1, ...), and all is computed in float32.
+        """
+        raise NotImplementedError
+
+    def byte_rows(
+        self, split: Split, index: int, draw: int, first: int, end: int, *inner: tuple[int, int]
+    ) -> NDArray[np.uint8]:
+        """Return the stored bytes of `rows`, flipped and turned alike, if the source has bytes."""
+        raise NotImplementedError
+
     def reads_mask_rows(self, split: Split) -> bool:
         """Return whether `mask_rows` reads little more than its rows, never a whole mask."""
         return False

@@ -133,6 +133,9 @@ class Hdf5Dataset(ImageDataset):
             part.gives_parts for part in self._parts[split]
         )
 
+    def _has_bytes(self, split: Split) -> bool:
+        return all(part.dtype == np.uint8 for part in self._parts[split])
+
     def part(self, split: Split, index: int, box: Box) -> Values:
         """Return a part of the image that `values` returns."""
         stored = self._stored(split, index, box)

@@ -29,9 +29,10 @@ from gems.data.dataset import (
     Source,
     Split,
     Tokens,
+    lengths,
     seeded,
 )
-from gems.data.files.reader import gives_parts, read_image, read_nodata, read_through
+from gems.data.files.reader import gives_parts, is_of_bytes, read_image, read_nodata, read_through
 from gems.data.files.tiff import read_tiff
 from gems.data.files.values import Values, checked, is_nodata, range_of
 from gems.errors import ConfigError
@@ -76,6 +77,7 @@ class ImageDataset(Dataset):
         self._normalization: tuple[Image, Image] | None = None
         self._empty: tuple[tuple[Split, int], NDArray[np.bool_]] | None = None
         self._by_rows: dict[Split, bool] = {}
+        self._of_bytes: dict[Split, bool] = {}
 
     @abstractmethod
     def values(self, split: Split, index: int) -> Values:
@@ -129,6 +131,42 @@ class ImageDataset(Dataset):
     def prepare(self) -> None:
         """Compute and cache the mean and standard deviation of the training split for all ranks."""
         self.statistics()
+
+    def reads_bytes(self, split: Split) -> bool:
+        """Return whether all images of a split are bytes, without nodata or a transform."""
+        if split not in self._of_bytes:
+            self._of_bytes[split] = (
+                not self._is_transformed(split)
+                and self._has_bytes(split)
+                and all(
+                    self.nodata(split, index) is None for index in range(self.num_images(split))
+                )
+            )
+        return self._of_bytes[split]
+
+    def byte_scale(self) -> tuple[Image, Image]:
+        """Return the mean and deviation of bytes."""
+        peak = np.float32(range_of(np.dtype(np.uint8), self.config.bits))
+        mean, deviation = self.statistics()
+        return mean * peak, deviation * peak
+
+    def byte_rows(
+        self, split: Split, index: int, draw: int, first: int, end: int, *inner: tuple[int, int]
+    ) -> NDArray[np.uint8]:
+        """Return the stored bytes of `rows`."""
+        self._check(split, index)
+        box = self._box(first, end, inner)
+        rows = np.empty((self.shape[0], *lengths(box)), dtype=np.uint8)
+        upright, box = self._upright(rows, box, split, index, draw)
+        if self.reads_rows(split):
+            upright[...] = self.part(split, index, box)
+        else:
+            upright[...] = self.values(split, index)[:, *box]
+        return rows
+
+    def _has_bytes(self, split: Split) -> bool:
+        """Return whether `values` are bytes for all images of a split."""
+        return False
 
     def _is_transformed(self, split: Split) -> bool:
         """Return whether a transform needs whole images of a split."""
@@ -377,6 +415,9 @@ class FileDataset(ImageDataset):
                 gives_parts(path, self.config) for path in self._paths[split]
             )
         return self._by_rows[split]
+
+    def _has_bytes(self, split: Split) -> bool:
+        return all(is_of_bytes(path, self.config) for path in self._paths[split])
 
     def part(self, split: Split, index: int, box: Box) -> Values:
         """Return a part of the image that `values` returns."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ class ReadRequest:
 
     Samples after the first `num_known` only fill the micro-batch and have no label; if None, all
     have one. With `part`, (first, end) along each axis, only this part is read: of the images, or
-    else of the masks that are the labels.
+    else of the masks that are the labels. If `as_bytes`, images are the stored bytes.
     """
 
     split: Split
@@ -30,6 +30,7 @@ class ReadRequest:
     labels: bool
     num_known: int | None = None
     part: Part | None = None
+    as_bytes: bool = False
 
 
 class MicroBatchReader:
@@ -59,11 +60,19 @@ class MicroBatchReader:
     def _read(
         self, request: ReadRequest, samples: NDArray[np.int64]
     ) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
-        if request.part is None:
-            return self._dataset.batch(request.split, samples, request.images, request.labels)
-        read: Any = self._dataset.rows if request.images else self._dataset.mask_rows
+        part = request.part
+        if part is None:
+            is_read = request.images and not request.as_bytes
+            batch = self._dataset.batch(request.split, samples, is_read, request.labels)
+            if is_read or not request.images:
+                return batch
+            part = tuple((0, side) for side in self._dataset.shape[1:])
+            request = replace(request, labels=False, part=part)
+            return self._read(request, samples)[0], batch[1]
+        rows = self._dataset.byte_rows if request.as_bytes else self._dataset.rows
+        read: Any = rows if request.images else self._dataset.mask_rows
         parts = [
-            read(request.split, index, draw, *request.part[0], *request.part[1:])
+            read(request.split, index, draw, *part[0], *part[1:])
             for index, draw in samples.tolist()
         ]
         stacked = parts[0][np.newaxis] if len(parts) == 1 else np.stack(parts)

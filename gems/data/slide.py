@@ -143,6 +143,9 @@ class SlideDataset(ImageDataset):
         """Return whether parts of regions can be read; a transform needs whole regions."""
         return not self._is_transformed(split)
 
+    def _has_bytes(self, split: Split) -> bool:
+        return True
+
     def image(self, split: Split, index: int, draw: int = 0) -> Image | Tokens:
         """Return one sample as `ImageDataset.image` does.
 

@@ -147,12 +147,12 @@ class BatchLoader:
         self._device = device
         self._copies = CopyIn(device) if device.type == "cuda" else None
         self.reads = bool(share.images or share.labels)
+        self._dtype = DTYPES[spec.train.compute_dtype]
+        self._is_channels_last = spec.machine.channels_last
         self._collate = partial(
-            _collate,
-            DTYPES[spec.train.compute_dtype],
-            spec.machine.channels_last,
-            spec.data.num_classes,
+            _collate, self._dtype, self._is_channels_last, spec.data.num_classes
         )
+        self._scale: tuple[Tensor, ...] | None = None  # of bytes
         self._train: Steps | None = None
         self._validation_reader: Reader | None = None
         self.num_train = self.num_validation = 0
@@ -161,8 +161,8 @@ class BatchLoader:
             self.num_validation = dataset.num_validation
         if not self.reads or first_step >= spec.train.steps:
             return
-        order = self._by_strip("train", share.strips, masks)
-        self._train = self._steps(self._requests, order, (first_step, spec.train.steps), masks)
+        steps = first_step, spec.train.steps
+        self._train = self._steps("train", self._requests, share.strips, steps, masks)
 
     @classmethod
     def open(
@@ -240,19 +240,24 @@ class BatchLoader:
 
     def _steps(
         self,
+        split: Split,
         requests: Callable[[int], Requests],
-        order: Sequence[StripRead],
+        strips: Sequence[StripRead],
         steps: tuple[int, int],
         masks: MaskParts | None,
         reader: Reader | None = None,
     ) -> Steps:
         """Begin to read the requests of `steps`, from the first to the end.
 
-        Images and labels that strips read, in the `order` in which each step takes them, come after
-        the whole ones, and after the parts of masks by which the step is weighed.
+        Images and labels that `strips` read, in the order in which each step takes them, come after
+        the whole ones, and after the parts of masks by which the step is weighed. Images of bytes
+        are read as bytes if strips take them.
         """
         data = self._spec.data
         num_strips = self._spec.parallel.num_strips
+        order = self._by_strip(split, strips, masks)
+        takes_rows = not all(read.is_mask for read in strips)
+        as_bytes = takes_rows and self._data.reads_bytes(split)
         parts = self._parts() if order else []
         boxes = [] if masks is None else masks.boxes
         by_strip = {read.is_mask for read in order}
@@ -263,6 +268,7 @@ class BatchLoader:
                 m: replace(
                     one,
                     images=one.images and False not in by_strip,
+                    as_bytes=as_bytes,
                     labels=one.labels and True not in by_strip,
                 )
                 for m, one in ways.items()
@@ -271,7 +277,9 @@ class BatchLoader:
             def of_strip(strip: int, is_mask: bool) -> ReadRequest:
                 m, number = divmod(strip, num_strips)
                 part = tuple(boxes[number]) if is_mask else parts[number]
-                return replace(ways[m], images=not is_mask, labels=is_mask, part=part)
+                return replace(
+                    ways[m], images=not is_mask, labels=is_mask, part=part, as_bytes=as_bytes
+                )
 
             weighed = masks if True in by_strip and masks and masks.are_weighed else ()
             windows = [
@@ -286,7 +294,7 @@ class BatchLoader:
                 *((read, of_strip(read.strip, read.is_mask)) for read in order),
             ]
 
-        wanted = ordered if order else requests
+        wanted = ordered if order or as_bytes else requests
         ahead = data.prefetch_steps * (1 if order else len(wanted(steps[0])))
         if reader is None:
             pins = self._device.type == "cuda"
@@ -315,7 +323,7 @@ class BatchLoader:
         if batch.masks is not None:
             batch = replace(batch, labels=self._shapes(requests))
         if copies is None:
-            return batch
+            return self._normalised(batch, batch.images.__getitem__)
 
         def arriving(read: Callable[..., Tensor] | None) -> Callable[..., Tensor] | None:
             return None if read is None else lambda *strip: copies.begin(read(*strip)).take()
@@ -325,7 +333,7 @@ class BatchLoader:
             m: copies.begin(labels) for m, labels in batch.labels.items() if batch.masks is None
         }
         arrivals = {m: copies.begin(images) for m, images in batch.images.items()}
-        return Batch(
+        on_device = Batch(
             {m: arrival.tensor for m, arrival in arrivals.items()},
             {m: arrival.take() for m, arrival in labels.items()} or batch.labels,
             arriving(batch.rows),
@@ -333,6 +341,39 @@ class BatchLoader:
             arriving(batch.masks),
             None if windows is None else lambda: (copies.begin(w).take() for w in windows()),
         )
+        return self._normalised(on_device, lambda m: arrivals[m].take())
+
+    def _normalised(self, batch: Batch, image: Callable[[int], Tensor]) -> Batch:
+        """Return a batch whose strips of bytes become values when they are taken.
+
+        If the images are whole, `image` returns those of a micro-batch.
+        """
+        read = batch.rows
+        num_strips = self._spec.parallel.num_strips
+        parts = self._parts() if num_strips > 1 else []
+
+        def cut(strip: int, is_again: bool) -> Tensor:
+            m, number = divmod(strip, num_strips)
+            return image(m)[:, :, *(slice(*span) for span in parts[number])]
+
+        if any(images.dtype is torch.uint8 for images in batch.images.values()):
+            read = cut
+        if read is None:
+            return batch
+        rows = read
+        return replace(batch, rows=lambda *strip: self._as_values(rows(*strip)))
+
+    def _as_values(self, images: Tensor) -> Tensor:
+        """Return bytes as normalised values, with the bits that the dataset's rows have."""
+        if images.dtype is not torch.uint8:
+            return images
+        if self._scale is None:
+            self._scale = tuple(
+                torch.from_numpy(part).to(self._device) for part in self._data.byte_scale()
+            )
+        mean, deviation = self._scale
+        values = images.to(torch.float32, memory_format=torch.contiguous_format)
+        return _in_form(values.sub_(mean).div_(deviation), self._dtype, self._is_channels_last)
 
     def _shapes(self, requests: Requests) -> dict[int, Tensor]:
         """Return labels with the shapes of masks and no memory."""
@@ -383,8 +424,9 @@ class BatchLoader:
         if not (has_images or has_labels):
             yield from (Batch({}, {}) for _ in range(num_rounds))
             return
-        order = self._by_strip("validation", strips, masks)
-        loading = self._steps(requests, order, (0, num_rounds), masks, self._validation_reader)
+        loading = self._steps(
+            "validation", requests, strips, (0, num_rounds), masks, self._validation_reader
+        )
         self._validation_reader = loading.reader
         try:
             for number in range(num_rounds):
@@ -535,10 +577,14 @@ def _collate(dtype: torch.dtype, is_channels_last: bool, num_classes: int, sampl
         return samples
     images, labels = _as_tensors(samples)
     if images is not None and images.is_floating_point():
-        is_last = is_channels_last and images.dim() == 4
-        form = torch.channels_last if is_last else torch.preserve_format
-        images = images.to(dtype, memory_format=form)
+        images = _in_form(images, dtype, is_channels_last)
     return images, None if labels is None else compact(labels, num_classes)
+
+
+def _in_form(images: Tensor, dtype: torch.dtype, is_channels_last: bool) -> Tensor:
+    is_last = is_channels_last and images.dim() == 4
+    form = torch.channels_last if is_last else torch.preserve_format
+    return images.to(dtype, memory_format=form)
 
 
 def compact(labels: Tensor, num_classes: int) -> Tensor:

@@ -156,7 +156,7 @@ class BetweenStrips:
         if self._strips.reads_masks and action.stage == self._last_stage and is_read:
             mask_bytes = self._strips.masks[strip]
             change = change._replace(counted_bytes=change.counted_bytes - mask_bytes)
-        if action.stage or not self._strips.reads_rows:
+        if action.stage or not (self._strips.reads_rows or self._strips.byte_images):
             return change
         rows = self._strips.stages[0][strip].given
         is_read_again = kind is Kind.F and self._schedule.has(Kind.R, *action[1:])
@@ -209,11 +209,11 @@ def boundary_sizes(
 ) -> Iterator[tuple[dict[str, int], str, int]]:
     """Yield counts, their field and the largest size, for boundary tensors and for the images.
 
-    Images that are read by rows are counted as they are read (`BetweenStrips`), but beside the slots
-    of CUDA graphs as whole ones.
+    Rows that are read, or made of bytes, are counted as they come (`BetweenStrips`), but beside the
+    slots of CUDA graphs as whole images.
     """
-    is_whole = has_slots or not strips.reads_rows
-    image_bytes = sum(strip.given for strip in strips.stages[0]) * is_whole
+    is_whole = has_slots or not (strips.reads_rows or strips.byte_images)
+    image_bytes = sum(strip.given for strip in strips.stages[0]) * is_whole + strips.byte_images
     for (_, stage), counts in held.items():
         yield from ((counts, name, strips.most(stage, field)) for name, field in _SIZES.items())
         yield counts, "images", image_bytes if stage == 0 else 0

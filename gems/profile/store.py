@@ -21,7 +21,7 @@ from typing import Any
 
 import gems
 from gems.config.schema import MachineConfig, ProfileConfig
-from gems.data import reads_mask_rows, reads_rows
+from gems.data import reads_bytes, reads_mask_rows, reads_rows, sample_shape
 from gems.errors import ConfigError
 from gems.models import layers_of, stride_of
 from gems.profile.model_profile import LIBRARY_BYTES, TIMES, ModelProfile
@@ -358,10 +358,13 @@ def strips_of(subject: Subject, boundaries: Sequence[int]) -> StripProfile:
     """
     cut = replace(subject, parallel=replace(subject.parallel, boundaries=list(boundaries)))
     strips = StripProfile.from_json(_strips_taken(cut, STRIPS_TAKER, "stages"))
+    data = subject.data
+    are_bytes = not reads_rows(data) and reads_bytes(data)
     return replace(
         strips,
-        reads_rows=reads_rows(subject.data),
-        reads_masks=len(strips.masks) > 1 and reads_mask_rows(subject.data),
+        reads_rows=reads_rows(data),
+        byte_images=subject.parallel.micro_batch_size * math.prod(sample_shape(data)) * are_bytes,
+        reads_masks=len(strips.masks) > 1 and reads_mask_rows(data),
     )
 
 

@@ -76,7 +76,8 @@ class StripBytes:
 class StripProfile:
     """The strips of each stage, first to last, of a model that is cut at `boundaries`.
 
-    If ranks read images strip by strip (`reads_rows`), they never hold a whole one. `masks` are the
+    If ranks read images strip by strip (`reads_rows`), they never hold a whole one. If they hold them
+    as bytes until strips take their rows, `byte_images` are those of a micro-batch. `masks` are the
     bytes of the parts of masks that the losses of strips take, or those of whole masks if the loss
     follows the last strip; with `reads_masks` the parts are read with their strips.
     """
@@ -84,6 +85,7 @@ class StripProfile:
     boundaries: tuple[int, ...]
     stages: tuple[tuple[StripBytes, ...], ...]
     reads_rows: bool = False
+    byte_images: int = 0
     masks: Sizes = ()
     reads_masks: bool = False
 

@@ -74,6 +74,8 @@ def check_rows(dataset: Dataset, strips: int = 6) -> None:
             ]
             assert all(part.flags.c_contiguous and part.dtype == np.float32 for part in parts)
             np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)
+            if dataset.reads_bytes(split):
+                check_bytes(dataset, split, draw, whole)
             rows, columns = (ends[1], ends[3]), (3, dataset.shape[2] - 5)
             block = dataset.rows(split, 0, draw, *rows, columns)
             np.testing.assert_array_equal(block, whole[:, slice(*rows), slice(*columns)])
@@ -85,7 +87,9 @@ def check_rows(dataset: Dataset, strips: int = 6) -> None:
 def test_of_slides_are_those_of_the_region(
     library: str, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    check_rows(slide(tmp_path, **changes))
+    dataset = slide(tmp_path, **changes)
+    assert dataset.reads_bytes("train")
+    check_rows(dataset)
 
 
 @pytest.mark.parametrize("task", ["classification", "multi_label", "segmentation", "regression"])
@@ -157,7 +161,9 @@ FILES: list[tuple[np.ndarray, dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize("number", range(len(FILES)))
 def test_of_tiff_files_are_those_of_the_whole(tmp_path: Path, number: int) -> None:
     values, options, changes = FILES[number]
-    check_rows(tiffs(tmp_path, values, options, **changes))
+    dataset = tiffs(tmp_path, values, options, **changes)
+    assert dataset.reads_bytes("train") == (values.dtype == np.uint8)
+    check_rows(dataset)
 
 
 def test_pixels_that_a_file_leaves_out_are_0(tmp_path: Path) -> None:
@@ -206,7 +212,9 @@ def test_files_that_are_read_whole(
 def test_of_hdf5_files_are_those_of_the_whole(
     tmp_path: Path, values: np.ndarray, chunks: Any, changes: dict[str, Any]
 ) -> None:
-    check_rows(hdf5(tmp_path, values, chunks, **changes))
+    dataset = hdf5(tmp_path, values, chunks, **changes)
+    assert dataset.reads_bytes("train") == (values.dtype == np.uint8)
+    check_rows(dataset)
 
 
 def test_hdf5_files_of_large_chunks_or_other_sides_are_read_whole(tmp_path: Path) -> None:
@@ -329,6 +337,43 @@ def test_memory_does_not_grow_with_the_height(library: str, tmp_path: Path) -> N
         )
     whole = 3 * 16 * TILE[0] * 256 * 4
     assert max(peaks) < 1.1 * min(peaks) + 10_000 and max(peaks) < whole / 8
+
+
+def check_bytes(dataset: Dataset, split: Any, draw: int, whole: np.ndarray) -> None:
+    """Compare the bytes of a block with its values, to the last bit."""
+    spans = (5, 31), (3, 20)
+    stored = dataset.byte_rows(split, 0, draw, *spans[0], spans[1])
+    mean, deviation = dataset.byte_scale()
+    values = (stored.astype(np.float32) - mean) / deviation
+    assert stored.dtype == np.uint8 and values.dtype == np.float32
+    block = whole[:, slice(*spans[0]), slice(*spans[1])]
+    np.testing.assert_array_equal(values, block, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "mode", "changes", "are_bytes"),
+    [
+        ("png", "RGB", {"normalization": "imagenet"}, True),
+        ("png", "P", {"height_px": 37}, True),
+        ("jpg", "RGB", {"normalization": "computed"}, True),
+        ("png", "I;16", {"channels": 1, "bits": 16}, False),
+        ("png", "RGB", {"nodata": 3}, False),
+        ("png", "RGB", {"transform": "torch.nn.Identity"}, False),
+    ],
+)
+def test_bytes_of_images_that_are_read_whole(
+    tmp_path: Path, suffix: str, mode: str, changes: dict[str, Any], are_bytes: bool
+) -> None:
+    for place in ("train/a", "train/b", "validation/a", "validation/b"):
+        (tmp_path / place).mkdir(parents=True)
+        picture = PIL.Image.fromarray(COLOUR if mode != "I;16" else GREY.astype(np.uint16))
+        picture = picture if mode in ("RGB", "I;16") else picture.convert(mode)
+        picture.save(tmp_path / place / f"x.{suffix}")
+    fields: dict[str, Any] = {"height_px": 101, "width_px": 101, "num_classes": 2}
+    dataset = open_dataset(DataConfig(name="folder", path=str(tmp_path), **fields | changes), 0)
+    assert dataset.reads_bytes("train") == are_bytes and not dataset.reads_rows("train")
+    for draw in range(4 if are_bytes else 0):
+        check_bytes(dataset, "train", draw, np.asarray(dataset.image("train", 0, draw)))
 
 
 def check_masks(dataset: Dataset) -> None:

@@ -6,7 +6,7 @@ Pillow reads them; tifffile reads the TIFF files that Pillow would cut to 8 bits
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from gems.config.schema import DataConfig
 from gems.data.dataset import NO_LABEL
 from gems.data.files.formats import is_tiff, readable
-from gems.data.files.tiff import NODATA_TAG, Part, part_type, read_tiff, sides_of, tag_of
+from gems.data.files.tiff import NODATA_TAG, Part, part_type, read_tiff, sides_of, tag_of, type_of
 from gems.data.files.values import Values, as_nodata, checked, fitted, have_one_shape
 from gems.errors import ConfigError
 
@@ -47,6 +47,18 @@ def gives_parts(path: Path, data: DataConfig) -> bool:
     return bool(
         dtype.kind == "f" or dtype == (np.uint16 if data.bits not in (None, 8) else np.uint8)
     )
+
+
+def is_of_bytes(path: Path, data: DataConfig) -> bool:
+    """Return whether `read_image` returns bytes, by the file's header."""
+    if data.bits not in (None, 8):
+        return False
+    # reading the image reports the error
+    with suppress(Exception), _opened_image(path, data, is_checked=False) as picture:
+        if picture is not None:
+            return not picture.mode.startswith("I;16")
+        return bool(type_of(path, data.page) == np.uint8)
+    return False
 
 
 def read_image(path: Path, data: DataConfig, nodata: float | None = None) -> Values:

@@ -94,6 +94,16 @@ def sides_of(path: Path, page: int | None) -> tuple[int, int]:
         return int(chosen.imagewidth), int(chosen.imagelength)
 
 
+def type_of(path: Path, page: int | None) -> Any:
+    """Return the type of a page's values.
+
+    Raises:
+        ConfigError: The page cannot be read.
+    """
+    with _pages(path) as pages:
+        return pages[page or 0].dtype
+
+
 def tag_of(path: Path, page: int | None, number: int) -> Any:
     """Return the value of a page's tag, or None if it has no such tag or cannot be read."""
     with suppress(Exception), _pages(path) as pages:

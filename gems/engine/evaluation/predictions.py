@@ -63,6 +63,20 @@ class Numbered(Dataset):
         """Return whether the dataset does."""
         return self.samples.reads_rows(split)
 
+    def reads_bytes(self, split: Split) -> bool:
+        """Return whether the dataset does."""
+        return self.samples.reads_bytes(split)
+
+    def byte_scale(self) -> tuple[Image, Image]:
+        """Return that of the dataset."""
+        return self.samples.byte_scale()
+
+    def byte_rows(
+        self, split: Split, index: int, draw: int, first: int, end: int, *inner: tuple[int, int]
+    ) -> NDArray[np.uint8]:
+        """Return bytes of a sample as the dataset gives them, upright."""
+        return self.samples.byte_rows(split, index, 0, first, end, *inner)
+
     def rows(
         self, split: Split, index: int, draw: int, first: int, end: int, *inner: tuple[int, int]
     ) -> Image:
