@@ -91,7 +91,7 @@ class TrainingRun(SteppedRun):
         part.set_attributes(self.start.attributes() | measure_offset(rank.comm, "clock"))
         spec = rank.plan.spec
         self.loader = BatchLoader.open(
-            rank.plan, rank.comm, rank.device, self.start.step, rank.mask_parts(rank.train)
+            rank.plan, rank.comm, rank.device, self.start.step, masks=rank.mask_parts(rank.train)
         )
         manifest = self.start.manifest(rank.plan, layer_owners(rank))
         control = rank.connections.control

@@ -180,8 +180,8 @@ def test_uneven_labels_are_not_the_mean_of_means(comm, monkeypatch):
     spec = make_spec({}, {**VALUES, "num_classes": 2}, UNEVEN, ("1f1b", 2, 2))
     agreed = StepWeight.__call__
 
-    def alone(self, labels):
-        agreed(self, labels)
+    def alone(self, labels, windows):
+        agreed(self, labels, windows)
         return 2 * self.mine if labels else 1.0
 
     monkeypatch.setattr(StepWeight, "__call__", alone)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
 from mpi4py import MPI
 
-# not in a process that only reads samples: there `_clean_start` of the batch loader sets this
+# not in a process that only reads samples: there `_clean_start` of the reader sets this
 if not MPI.Is_initialized() and os.environ.get("MPI4PY_RC_INITIALIZE") != "false":
     os.environ.update(mpich_settings(MPI.Get_library_version(), os.environ))
     # One call at a time, from any thread: on a GPU, autograd's thread polls while the main thread
