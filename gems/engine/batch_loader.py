@@ -26,45 +26,22 @@ from gems.data.micro_batch_reader import MicroBatchReader, Part, ReadRequest
 from gems.engine.device import DTYPES, CopyIn
 from gems.engine.executor import Batch
 from gems.engine.reading.reader import Reader
+from gems.engine.reading.strip_requests import (
+    MaskParts,
+    Requests,
+    StripRead,
+    StripRequests,
+    strip_reads,
+)
 from gems.engine.transport.mpi import Comm, allgather
 from gems.errors import ConfigError
 from gems.plan.rank_plan import RankPlan
-from gems.schedule.action import Kind
-from gems.schedule.schedule import Schedule
 from gems.streaming.axis_rules import even_ends
-from gems.streaming.block_plan import Box, is_empty
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
-# one step's requests: by micro-batch, then by strip and whether it is run again
-Requests = Sequence[tuple[Any, ReadRequest]]
 Loaded = tuple[tuple[Any, ReadRequest], Any]  # the request, and what was read
 T = TypeVar("T")
 _as_tensors: Any = default_convert
-
-
-class StripRead(NamedTuple):
-    """A read of a strip: of the rows of its images, or of their masks; maybe to run it again."""
-
-    strip: int
-    is_again: bool
-    is_mask: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class MaskParts:
-    """The parts of masks whose losses are computed one by one, by strip of an image.
-
-    Attributes:
-        boxes: A part for each strip; some may be empty.
-        are_weighed: Whether the weight of a step depends on its labels, which are read twice then.
-    """
-
-    boxes: Sequence[Box]
-    are_weighed: bool
-
-    def __iter__(self) -> Iterator[int]:
-        """Iterate over the strips that have a part."""
-        return (strip for strip, box in enumerate(self.boxes) if not is_empty(box))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +73,6 @@ class ReadShare:
             for s in (0, schedule.num_stages - 1)
         )
         return cls(replica, images, labels, strip_reads(schedule, index))
-
-
-def strip_reads(schedule: Schedule, rank: int) -> list[StripRead]:
-    """Return what a rank may read of strips in each step, in order; nothing without strips."""
-    ends = ((0, False), (schedule.num_stages - 1, True))
-    return [
-        StripRead(action.micro_batch, action.kind is Kind.R, is_mask)
-        for action in schedule.rank_schedules[rank] * (schedule.num_strips > 1)
-        if action.kind in (Kind.F, Kind.R) and action.micro_batch is not None
-        for stage, is_mask in ends
-        if action.stage == stage
-    ]
 
 
 class BatchLoader:
@@ -248,47 +213,15 @@ class BatchLoader:
         are read as bytes if strips take them.
         """
         data = self._spec.data
-        num_strips = self._spec.parallel.num_strips
         order = self._by_strip(split, strips, masks)
         takes_rows = not all(read.is_mask for read in strips)
         as_bytes = takes_rows and self._data.reads_bytes(split)
         parts = self._parts() if order else []
-        boxes = [] if masks is None else masks.boxes
-        by_strip = {read.is_mask for read in order}
+        by_strip = StripRequests(order, parts, masks, as_bytes)
 
-        def ordered(step: int) -> Requests:
-            ways = dict(requests(step))
-            whole = {
-                m: replace(
-                    one,
-                    images=one.images and False not in by_strip,
-                    as_bytes=as_bytes,
-                    labels=one.labels and True not in by_strip,
-                )
-                for m, one in ways.items()
-            }
+        def wanted(step: int) -> Requests:
+            return by_strip(requests(step)) if order or as_bytes else requests(step)
 
-            def of_strip(strip: int, is_mask: bool) -> ReadRequest:
-                m, number = divmod(strip, num_strips)
-                part = tuple(boxes[number]) if is_mask else parts[number]
-                return replace(
-                    ways[m], images=not is_mask, labels=is_mask, part=part, as_bytes=as_bytes
-                )
-
-            weighed = masks if True in by_strip and masks and masks.are_weighed else ()
-            windows = [
-                (None, of_strip(m * num_strips + strip, True))
-                for m, one in ways.items()
-                if one.labels
-                for strip in weighed
-            ]
-            return [
-                *((m, one) for m, one in whole.items() if one.images or one.labels),
-                *windows,
-                *((read, of_strip(read.strip, read.is_mask)) for read in order),
-            ]
-
-        wanted = ordered if order or as_bytes else requests
         ahead = data.prefetch_steps * (1 if order else len(wanted(steps[0])))
         if reader is None:
             pins = self._device.type == "cuda"

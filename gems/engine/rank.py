@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from gems.config.training import captures_graphs
-from gems.engine.batch_loader import MaskParts
 from gems.engine.device import DTYPES, seed_generators, use_own_stream
 from gems.engine.executor import Executor, Training
 from gems.engine.optimization.update import Update
 from gems.engine.rank_stages import Stages
+from gems.engine.reading.strip_requests import MaskParts
 from gems.engine.stages.open_stages import open_stages
 from gems.engine.step_loop import check_ranks
 from gems.engine.step_weight import StepWeight

@@ -12,10 +12,11 @@ import torch
 from gems.autograd.storages import tensor_bytes
 from gems.config.schema import DataConfig, ModelConfig, RunSpec
 from gems.data import open_dataset
-from gems.engine.batch_loader import BatchLoader, ReadShare, StripRead
+from gems.engine.batch_loader import BatchLoader, ReadShare
 from gems.engine.evaluation.measure import evaluate
 from gems.engine.executor import Batch
 from gems.engine.rank import Rank
+from gems.engine.reading.strip_requests import StripRead
 from gems.engine.stages.streamed import EvaluationInStrips
 from gems.engine.transport.mpi import world
 from gems.streaming.axis_rules import even_ends

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from gems.data import task_of
-from gems.engine.batch_loader import BatchLoader, strip_reads
+from gems.engine.batch_loader import BatchLoader
 from gems.engine.evaluation.chosen_metrics import open_metrics
 from gems.engine.evaluation.metrics import Metric, Values, compute, metrics_of
 from gems.engine.rank import Rank
+from gems.engine.reading.strip_requests import strip_reads
 from gems.engine.transport.mpi import allgather
 
 
