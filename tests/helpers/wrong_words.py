@@ -23,6 +23,7 @@ FREE_TEXT = {
     "cluster.name",
     "machine.name",
     "machine.calibrated_from",
+    "machine.launches_from",
     "cluster.account",
     "cluster.account_suffix",
     "cluster.partition",
@@ -38,13 +39,14 @@ FREE_TEXT = {
     "model.target",
     "plugins_dir",
     # read only beside another key: a target, a network with several outputs, validation, a file of
-    # weights
+    # weights, several strips
     "loss.path",
     "loss.output",
     "optimizer.path",
     "lr_scheduler.path",
     "train.monitor",
     "train.initial_prefix",
+    "parallel.strips_until",
 }
 NO_WORD = st.from_regex(r"zq[a-z]{1,8}", fullmatch=True)
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=24)

@@ -273,8 +273,7 @@ class _Strips:
         `flags` tell the same of the carries that it receives.
         """
         inputs = self._inputs(strip)
-        taken = self._form.given(strip)
-        shapes = [self._form.carries(source)[place] for source, place in taken]
+        shapes = [self._form.carries(source)[place] for source, place in self._form.given(strip)]
         carried = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
         static = set(self._form.static_carries(strip))
         own = [tensor for place, tensor in enumerate(carried) if place not in static]
@@ -283,12 +282,12 @@ class _Strips:
         unsaved = {storage_of(tensor) for tensor in (*received, *before, *self._static)}
         unsaved |= {storage_of(carried[place]) for place in static}
 
+        flagged = list(zip(carried, flags, strict=True))
+
         def forward(deferred: DeferredGradients | None) -> tuple[_Forward, LiveBytes]:
             live = LiveBytes([*received, *carried, *before, *self._static], self._workspace)
             with live:
-                run = self._forward(
-                    strip, inputs, list(zip(carried, flags, strict=True)), before, deferred
-                )
+                run = self._forward(strip, inputs, flagged, before, deferred)
             return run, live
 
         run, live = forward(None)
@@ -302,9 +301,7 @@ class _Strips:
         )
         has_own_loss = self._loss is not None and self._loss.parts is not None
         sizes = self._boundary_sizes(run, received, is_loss_ahead=self._waits(strip), saved=saved)
-        sizes["shared_slot"] = self._shared_slot(
-            run, received, list(zip(carried, flags, strict=True))
-        )
+        sizes["shared_slot"] = self._shared_slot(run, received, flagged)
         sizes["loss_gradient"] = sum(tensor.nbytes for tensor in before)
         needs = [tensor.requires_grad for tensor in run.kept]
         backward_peak, _ = self._backward(run, live)
