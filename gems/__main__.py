@@ -20,7 +20,8 @@ VERBS = {
         flags=("level=lowered", "level=compute", "format=torch"),
         completes=ON_PAPER,
         notes={
-            "level=lowered": "show all actions, not only compute actions",
+            "level=compute": "show compute actions only (default)",
+            "level=lowered": "show messages and memory actions too",
             "format=torch": "print the CSV of torch.distributed.pipelining",
         },
     ),
@@ -60,7 +61,11 @@ VERBS = {
         "gems.cli.place:show_dlplacer",
         "place a model's operators on devices",
         choices={"--devices": (), "--method": ("auto", "cp_sat", "milp", "heft"), "--picture": ()},
-        notes={"--devices N": "number of devices", **_PICTURE_NOTE},
+        notes={
+            "--devices N": "number of devices",
+            "--method NAME": "solver; auto (default) takes the first that is installed",
+            **_PICTURE_NOTE,
+        },
     ),
     "plan": Verb(
         "gems.cli.plan:show_plan",
@@ -87,6 +92,8 @@ VERBS = {
             "--strips": "search images in strips too",
             "--hybrid": "compare data with model parallelism",
             "--epochs FILE": "epochs to the target by global batch, with --hybrid",
+            "--efficiency FILE": "scaling efficiency by number of workers, with --hybrid",
+            "--speedup FILE": "speed-up of a step by number of devices, with --hybrid",
         },
     ),
     "evaluate": Verb(

@@ -135,6 +135,11 @@ class TestHydra:
             assert f"\n{key.name}=" in everything.out
 
     @pytest.mark.parametrize("verb", VERBS)
+    def test_every_option_is_explained(self, verb: str) -> None:
+        options = {option.split()[0] for option in VERBS[verb].notes}
+        assert {*VERBS[verb].flags, *VERBS[verb].choices} == options
+
+    @pytest.mark.parametrize("verb", VERBS)
     def test_help_fits_80_columns(self, gems: Gems, verb: str) -> None:
         for words in ([], ["--all"]):
             lines = gems(verb, "--help", *words).out.splitlines()
