@@ -9,7 +9,7 @@ import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise, product, tee
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar, cast
@@ -150,7 +150,7 @@ class BatchLoader:
         """Return the batch of a training step, on the rank's device."""
         if self._train is None:
             return Batch({}, {})
-        return self._on_device(self._train.get(step), self._requests(step))
+        return self._on_device(self._train.get(step), partial(self._requests, step))
 
     def close(self) -> None:
         """Stop loading ahead."""
@@ -187,9 +187,8 @@ class BatchLoader:
     ) -> list[StripRead]:
         """Return the reads of strips that the source can do."""
         num_strips = self._spec.parallel.num_strips
-        with_masks = set() if masks is None else set(masks)
-        if not self._data.reads_mask_rows(split):
-            with_masks.clear()
+        has_parts = masks is not None and self._data.reads_mask_rows(split)
+        with_masks = set(masks or ()) if has_parts else set()
         reads_rows = bool(strips) and self._data.reads_rows(split)
         return [
             read
@@ -216,7 +215,7 @@ class BatchLoader:
         order = self._by_strip(split, strips, masks)
         takes_rows = not all(read.is_mask for read in strips)
         as_bytes = takes_rows and self._data.reads_bytes(split)
-        parts = self._parts() if order else []
+        parts = self._parts if order else []
         by_strip = StripRequests(order, parts, masks, as_bytes)
 
         def wanted(step: int) -> Requests:
@@ -231,6 +230,7 @@ class BatchLoader:
         depth = 0 if data.num_workers or self._data.seeds_process else ahead
         return Steps(reader, wanted, *steps, depth)
 
+    @cached_property
     def _parts(self) -> list[Part]:
         """Return the spans of each part of an image along its axes, in raster order."""
         sides = self._spec.data.sides_px
@@ -244,11 +244,11 @@ class BatchLoader:
             )
         )
 
-    def _on_device(self, batch: Batch, requests: Requests) -> Batch:
+    def _on_device(self, batch: Batch, requests: Callable[[], Requests]) -> Batch:
         """Return a batch on the device; on a GPU, images are available as copies arrive."""
         copies = self._copies
         if batch.masks is not None:
-            batch = replace(batch, labels=self._shapes(requests))
+            batch = replace(batch, labels=self._shapes(requests()))
         if copies is None:
             return self._normalised(batch, batch.images.__getitem__)
 
@@ -276,12 +276,10 @@ class BatchLoader:
         If the images are whole, `image` returns those of a micro-batch.
         """
         read = batch.rows
-        num_strips = self._spec.parallel.num_strips
-        parts = self._parts() if num_strips > 1 else []
 
         def cut(strip: int, is_again: bool) -> Tensor:
-            m, number = divmod(strip, num_strips)
-            return image(m)[:, :, *(slice(*span) for span in parts[number])]
+            m, number = divmod(strip, len(self._parts))
+            return image(m)[:, :, *(slice(*span) for span in self._parts[number])]
 
         if any(images.dtype is torch.uint8 for images in batch.images.values()):
             read = cut
@@ -357,7 +355,7 @@ class BatchLoader:
         self._validation_reader = loading.reader
         try:
             for number in range(num_rounds):
-                yield self._on_device(loading.get(number), requests(number))
+                yield self._on_device(loading.get(number), partial(requests, number))
         finally:
             loading.close()
 

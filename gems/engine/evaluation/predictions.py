@@ -108,13 +108,13 @@ class PredictionRows(Metric):
 
     def update_part(self, outputs: Outputs, labels: Tensor, part: Box) -> None:
         """Add a part of the maps of some samples to their files."""
-        self._add(outputs, labels, part, self._sides)
+        self._add(self._scores(outputs).detach(), labels, part, self._sides)
 
     def update(self, outputs: Outputs, labels: Tensor) -> None:
         """Keep the predictions of some samples, or write their maps."""
         scores = self._scores(outputs).detach()
         if self._task == "segmentation":
-            self._add(outputs, labels, (), tuple(scores.shape[2:]))
+            self._add(scores, labels, (), tuple(scores.shape[2:]))
             return
         scores = scores.double().reshape(len(labels), -1)
         if self._task == "classification":
@@ -127,8 +127,8 @@ class PredictionRows(Metric):
         """Return no figure."""
         return {}
 
-    def _add(self, outputs: Outputs, labels: Tensor, part: Box, sides: Sequence[int]) -> None:
-        for number, scores in zip(labels.tolist(), self._scores(outputs).detach(), strict=True):
+    def _add(self, maps: Tensor, labels: Tensor, part: Box, sides: Sequence[int]) -> None:
+        for number, scores in zip(labels.tolist(), maps, strict=True):
             if number not in self._files:
                 path = self._folder / self._maps[number]
                 self._files[number] = MapFile(path, sides, self._num_classes)
