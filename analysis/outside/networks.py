@@ -54,11 +54,11 @@ def overrides_of(row: Row) -> tuple[str, ...]:
         ConfigError: The network is unknown.
     """
     for form, words in _FORMS:
-        found = form.match(row.model.strip())
-        if found:
+        match = form.match(row.model.strip())
+        if match:
             dense = _DENSE if "unet" in words else "data.num_classes=1000"
             sides = f"data.height_px={row.image_px} data.width_px={row.image_px}"
-            text = f"data=synthetic {words.format(*found.groups())} {dense} {sides}"
+            text = f"data=synthetic {words.format(*match.groups())} {dense} {sides}"
             return tuple(text.split())
     raise ConfigError(
         "model",
@@ -95,9 +95,9 @@ def boundaries_of(
     """
     num_layers = profile.num_layers
     if partitions > num_layers or (cuts is not None and len(cuts) != partitions):
-        given = "+".join(map(str, cuts or ())) or partitions
+        stated = "+".join(map(str, cuts or ())) or partitions
         text = f"must be {partitions} partitions of the {num_layers} layers of {profile.model}"
-        raise ConfigError("partitions", given, text)
+        raise ConfigError("partitions", stated, text)
     if cuts is None:
         times = [round(1e9 * layer.time_s) for layer in profile.layers]
         ends = list(least_largest(times, partitions))

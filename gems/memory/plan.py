@@ -218,9 +218,9 @@ def add_memory(schedule: Schedule, plan: MemoryPlan) -> Schedule:
     segment gets OFFLOAD after its forward, FREE and PREFETCH at the plan's distances, and AWAIT if
     the plan has it. A recomputed segment gets R before its backward and after its PREFETCH, except
     for a strip whose backward directly follows its forward, and for the last micro-batch if the
-    plan says so. Copies posted at the same place return
-    in the order in which they are needed. A micro-batch whose copy would return before it has left
-    is not copied; these are the last ones before the turn.
+    plan says so. Copies posted at the same place return in the order in which they are needed. A
+    micro-batch whose copy would return before it has left is not copied; these are the last ones
+    before the turn.
     """
     if schedule.has_memory_actions:
         rank_schedules = tuple(
@@ -291,9 +291,8 @@ def _with_memory(
         if is_backward and plan.segment(place_of(action)).choice.is_recomputed:
             forward = index_of[action._replace(kind=Kind.F)]
             whole = (action.micro_batch or 0) // schedule.num_strips
-            if last.get(action.direction) == whole:
-                pass
-            elif forward < index - 1 or schedule.num_strips == 1:
+            is_kept = last.get(action.direction) == whole
+            if not is_kept and (forward < index - 1 or schedule.num_strips == 1):
                 yield action._replace(kind=Kind.R)
         yield action
         yield from after.get(index, ())

@@ -383,8 +383,8 @@ def strip_work(subject: Subject) -> StripWork:
 def _strips_taken(subject: Subject, taker: str, wanted: str) -> dict[str, Any]:
     known = {**subject.layers, **_on_fake(subject, _ON_STRIPS), "profiler": PROFILER, **versions()}
     loss = subject.loss
-    # the loss decides whether strips keep their outputs for it
     known["schema"] = SCHEMA
+    # the loss decides whether strips keep their outputs for it
     known["loss"] = asdict(loss), loss.target and source_of(loss.target, loss.path)
     key = json.dumps([taker, known], sort_keys=True, default=str)
     return cached(subject.cache_dir, "strips", key, lambda: take_profile(subject, taker, wanted))

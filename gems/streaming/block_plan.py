@@ -244,6 +244,11 @@ def is_empty(box: Box) -> bool:
     return any(begin >= end for begin, end in box)
 
 
+def along_all(box: Box, sides: Sequence[int]) -> Box:
+    """Return a box along all axes from one along the first axes, or all."""
+    return (*box, *((0, side) for side in sides[len(box) :]))
+
+
 def sizes(box: Box) -> tuple[int, ...]:
     """Return the extents of a box."""
     return tuple(end - begin for begin, end in box)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gems.streaming.block_plan import Box
+from gems.streaming.block_plan import Box, along_all
 from gems.utils.atomic_io import atomic_write
 
 TILE_PX = 256  # TIFF requires a multiple of 16
@@ -57,7 +57,7 @@ class MapFile:
 
     def add(self, classes: NDArray[np.int64], box: Box) -> None:
         """Add the classes of a part, which a box has along all axes or the first ones."""
-        spans = (*box, *((0, side) for side in self._sides[len(box) :]))
+        spans = along_all(box, self._sides)
         self.counts += np.bincount(classes.ravel(), minlength=len(self.counts))
         self._missing -= classes.size
         touched = (

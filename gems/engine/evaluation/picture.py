@@ -15,7 +15,7 @@ from gems.data import Dataset
 from gems.data.dataset import NO_LABEL
 from gems.engine.evaluation.metrics import Metric, Scores, Values
 from gems.losses.summed import Outputs
-from gems.streaming.block_plan import Box
+from gems.streaming.block_plan import Box, along_all
 
 SAMPLES = 4
 SIDE_PX = 160
@@ -61,7 +61,7 @@ class Shown:
 
     def add(self, part: NDArray[Any], box: Box) -> None:
         """Take the pixels of a part, which a box has along all axes or the first ones."""
-        spans = (*box, *((0, side) for side in self._sides[len(box) :]))
+        spans = along_all(box, self._sides)
         inside = [
             np.flatnonzero((places >= begin) & (places < end))
             for places, (begin, end) in zip(self._places, spans, strict=True)
@@ -89,21 +89,21 @@ class Predictions(Metric):
 
     def update(self, outputs: Outputs, labels: Tensor) -> None:
         """Keep the classes of samples while fewer than SAMPLES are kept."""
-        self._add(outputs, (), tuple(self._scores(outputs).shape[2:]))
+        if len(self.maps) < SAMPLES:
+            scores = self._scores(outputs)
+            self._add(scores, (), tuple(scores.shape[2:]))
 
     def update_part(self, outputs: Outputs, labels: Tensor, part: Box) -> None:
         """Keep those of a part of the maps; a micro-batch ends before the next one begins."""
-        self._add(outputs, part, self._sides)
+        if len(self.maps) < SAMPLES:
+            self._add(self._scores(outputs), part, self._sides)
 
     def compute(self) -> Values:
         """Return no figure."""
         return {}
 
-    def _add(self, outputs: Outputs, part: Box, sides: Sequence[int]) -> None:
-        wanted = SAMPLES - len(self.maps)
-        if wanted <= 0:
-            return
-        classes = self._scores(outputs)[:wanted].argmax(1).cpu().numpy()
+    def _add(self, scores: Tensor, part: Box, sides: Sequence[int]) -> None:
+        classes = scores[: SAMPLES - len(self.maps)].argmax(1).cpu().numpy()
         self._open = self._open or [Shown(sides, np.int64) for _ in classes]
         for shown, of_sample in zip(self._open, classes, strict=True):
             shown.add(of_sample, part)

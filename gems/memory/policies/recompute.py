@@ -34,9 +34,9 @@ def recompute(
     convolutions and matrix products. Each layer is a segment, and layers that would free nothing
     are kept; with `segments`, tensors between the layers of a segment are freed, too. With
     `offload_inputs`, the inputs of recomputed segments are in host memory in the meantime, and
-    return one action before they are read. With `except_last`, the last micro-batch is
-    not recomputed. In strips a stage is one segment, and each of its strips
-    is recomputed before its backward.
+    return one action before they are read. With `except_last`, the last micro-batch is not
+    recomputed. In strips a stage is one segment, and each of its strips is recomputed before its
+    backward.
 
     Raises:
         ConfigError: `how` is unknown, or the number of segments is invalid.
